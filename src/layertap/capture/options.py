@@ -1,0 +1,71 @@
+"""What a server (or an offline `LLM`) is set up to do: the keys of `kv_connector_extra_config`."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from layertap.capture import parsing
+from layertap.capture.layers import LayersLike
+from layertap.capture.request import SAVE_DTYPES, check_layers
+
+
+def _folders(value: Any) -> bool | tuple[str, ...]:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, list | tuple) and value and all(isinstance(v, str) and v for v in value):
+        relative = [folder for folder in value if not Path(folder).is_absolute()]
+        if relative:
+            raise ValueError(f"expected absolute folders ({relative[0]!r} is relative)")
+        return tuple(value)
+    raise ValueError("expected true, false or a list of folders")
+
+
+def _path(value: Any) -> str:
+    return parsing.text(os.fspath(value) if isinstance(value, os.PathLike) else value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    """Where and how files are written. The first four are vLLM's, with its defaults; the others are ours."""
+
+    shared_storage_path: str = parsing.option("/tmp", _path, "the folder of the files")
+    allow_custom_save_path: bool | tuple[str, ...] = parsing.option(
+        False, _folders, "honour a request's hidden_states_path: anywhere (true) or inside these folders"
+    )
+    num_writer_threads: int = parsing.option(8, parsing.integer(1), "threads that write files")
+    use_synchronization_lock: bool = parsing.option(True, parsing.boolean, "a lock file lets readers wait for the file")
+    layers: LayersLike | None = parsing.option(None, parsing.optional(check_layers), "layers to take by default")
+    capture_by_default: bool = parsing.option(True, parsing.boolean, "take states unless a request says otherwise")
+    save_dtype: str | None = parsing.option(
+        None, parsing.optional(parsing.one_of(*SAVE_DTYPES)), "dtype of saved rows; default the compute dtype"
+    )
+    max_bytes_in_flight: int | None = parsing.option(
+        None, parsing.optional(parsing.integer(1)), "rows in memory that are in no file yet; default memory / 16"
+    )
+    max_storage_bytes: int | None = parsing.option(
+        None, parsing.optional(parsing.integer(1)), "quota of the storage folder"
+    )
+    min_free_bytes: int = parsing.option(
+        1 << 30, parsing.integer(0), "a request is refused if the file system would have less left"
+    )
+    ttl_seconds: float | None = parsing.option(
+        None, parsing.optional(parsing.seconds), "files older than this may be removed"
+    )
+    fsync: bool = parsing.option(False, parsing.boolean, "sync each file before it is published")
+
+    @classmethod
+    def parse(cls, mapping: Mapping[str, Any] | None) -> "StoreOptions":
+        """Check a `kv_connector_extra_config`.
+
+        Raises:
+            OptionError: an unknown key or a bad value; the message names it.
+        """
+        return parsing.parse_fields(cls, {} if mapping is None else mapping, "kv_connector_extra_config")
+
+    def byte_budget(self) -> int:
+        """`max_bytes_in_flight`, or a sixteenth of the machine's memory."""
+        if self.max_bytes_in_flight is not None:
+            return self.max_bytes_in_flight
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 16
