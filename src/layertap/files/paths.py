@@ -1,0 +1,76 @@
+"""Names of files: no request id, tag or client's path can leave the folder it belongs in."""
+
+import hashlib
+import logging
+import os
+import secrets
+import urllib.parse
+from pathlib import Path
+
+from layertap.capture.options import StoreOptions
+from layertap.errors import OptionError
+
+SUFFIX = ".safetensors"
+TEMP_SUFFIX = ".layertap-tmp"
+_MAX_NAME_BYTES = 180  # leaves room for suffixes under the usual limit of 255
+
+logger = logging.getLogger(__name__)
+
+
+def new_request_id(prefix: str = "hs") -> str:
+    """A request id with 64 random bits: several processes share one folder."""
+    return f"{prefix}-{secrets.token_hex(8)}"
+
+
+def safe_name(request_id: str) -> str:
+    """A file name for any request id: percent-encoded, never hidden, never too long; distinct ids stay distinct."""
+    name = urllib.parse.quote(request_id, safe="", errors="surrogatepass")
+    if name.startswith("."):
+        name = "%2E" + name[1:]
+    if len(name) > _MAX_NAME_BYTES or not name:
+        digest = hashlib.blake2b(request_id.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+        name = f"{name[: _MAX_NAME_BYTES - 33]}-{digest}"
+    return name
+
+
+def target_path(options: StoreOptions, request_id: str, custom: str | None) -> Path:
+    """Where a request's file goes.
+
+    Args:
+        options: the store's options.
+        request_id: made safe here.
+        custom: the request's `hidden_states_path`; ignored with a warning unless allowed, as vLLM documents it.
+
+    Raises:
+        OptionError: the path is allowed only inside given folders, and leaves them.
+    """
+    default = Path(os.path.abspath(options.shared_storage_path)) / (safe_name(request_id) + SUFFIX)
+    if custom is None:
+        return default
+    allowed = options.allow_custom_save_path
+    if allowed is False:
+        logger.warning(
+            "hidden_states_path %r is ignored: allow_custom_save_path is off; the file goes to %s", custom, default
+        )
+        return default
+    path = Path(os.path.abspath(custom))
+    if custom.endswith("/") or path.is_dir():
+        raise OptionError(f"kv_transfer_params.hidden_states_path: {custom!r} is a folder, expected a file's name")
+    if allowed is True:
+        return path
+    real_parent = Path(os.path.realpath(path.parent))
+    if not any(real_parent.is_relative_to(os.path.realpath(folder)) for folder in allowed):
+        raise OptionError(
+            f"kv_transfer_params.hidden_states_path: {custom!r} is outside the allowed folders {list(allowed)}"
+        )
+    return real_parent / path.name
+
+
+def temporary_path(path: Path) -> Path:
+    """A name beside `path` that no reader takes for a finished file."""
+    return path.with_name(f".{path.name[:_MAX_NAME_BYTES]}.{secrets.token_hex(4)}{TEMP_SUFFIX}")
+
+
+def error_path(path: Path) -> Path:
+    """Where the reason stands if `path` can't be published."""
+    return path.with_name(path.name + ".error")

@@ -1,0 +1,231 @@
+"""A file on its way: rows are written where they belong as they arrive, the header last, then one rename publishes it.
+
+Until the rename nobody can take it for a finished file (its name is hidden and has another suffix); afterwards it is complete.
+If it can't be finished, `<path>.error` says why, and its reader raises that reason.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layertap.errors import TargetExistsError
+from layertap.files import format as fmt
+from layertap.files.locks import WriterLock
+from layertap.files.paths import error_path, temporary_path
+
+_FILE_MODE = 0o664  # cut by the umask; never world-writable
+
+
+class PendingFile:
+    """One file between its reservation and its publication (or its error).
+
+    `write` may be called from one thread at a time for one row; `publish` and `fail` end it.
+
+    Args:
+        path: the target, absolute.
+        info: what is known already; `num_rows` is ignored.
+        max_rows: the most rows that may come; space for their digests is kept in the header.
+        overwrite: replace an existing target by the rename.
+        lock: let readers wait on `<path>.lock`.
+        fsync: sync the file and its folder before and after the rename.
+        request_id: named in the lock and the error file.
+
+    Raises:
+        TargetExistsError: the target exists and `overwrite` is false, or another writer is about to publish it.
+        OSError: the folder can't be made or written to.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        info: fmt.FileInfo,
+        max_rows: int,
+        *,
+        overwrite: bool = False,
+        lock: bool = True,
+        fsync: bool = False,
+        request_id: str | None = None,
+    ) -> None:
+        self.path = path
+        self._info = info
+        self._overwrite = overwrite
+        self._fsync = fsync
+        self._request_id = request_id
+        self._reserve = fmt.header_reserve(info, max_rows)
+        self._lock: WriterLock | None = None
+        self._fd = -1
+        self._ended = threading.Lock()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._refuse_existing()
+        self._lock = WriterLock(path, request_id) if lock else None
+        self.temporary = temporary_path(path)
+        try:
+            self._refuse_existing()  # it may have been published while we waited for the lock
+            error_path(path).unlink(missing_ok=True)
+            self._fd = os.open(self.temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, _FILE_MODE)
+            with contextlib.suppress(OSError):  # tells the reaper that the file has a living writer
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
+            self._drop_temporary()
+            if self._lock is not None:
+                self._lock.remove()
+            raise
+
+    def write(self, row: int, first_slot: int, data: NDArray[np.uint8]) -> None:
+        """Write `data` [rows, slots, bytes of a slot] at row `row`, layer slots `first_slot` on.
+
+        Raises:
+            OSError: the disk's reason.
+        """
+        num_rows, num_slots, slot_bytes = data.shape
+        num_layers = len(self._info.layers)
+        if num_slots == num_layers:
+            pwrite_all(self._fd, np.ascontiguousarray(data), self._reserve + row * num_slots * slot_bytes)
+            return
+        for i in range(num_rows):  # a pipeline stage's part of each row
+            offset = self._reserve + ((row + i) * num_layers + first_slot) * slot_bytes
+            pwrite_all(self._fd, np.ascontiguousarray(data[i]), offset)
+
+    def read_back(self, row: int, num_rows: int) -> NDArray[np.uint8]:
+        """Rows that were written, uint8 [num_rows, bytes of a row]."""
+        row_bytes = self._info.row_bytes
+        out = np.empty((num_rows, row_bytes), np.uint8)
+        view, offset, done = (
+            out.data.cast("B") if out.size else memoryview(b""),
+            self._reserve + row * row_bytes,
+            0,
+        )
+        while done < len(view):
+            got = os.preadv(self._fd, [view[done:]], offset + done)
+            if got == 0:
+                raise OSError(errno.EIO, "rows that were written can't be read back", str(self.temporary))
+            done += got
+        return out
+
+    def publish(
+        self,
+        *,
+        first_row: int,
+        token_ids: NDArray[np.int64],
+        digests: NDArray[np.uint64],
+        first_position: int,
+        num_tokens: int,
+        facts: Mapping[str, str],
+    ) -> fmt.FileInfo:
+        """Finish and publish the rows `first_row` on, one per token id.
+
+        Raises:
+            TargetExistsError: the target came into being meanwhile.
+            OSError: the disk's reason. The caller then calls `fail`.
+        """
+        num_rows = len(token_ids)
+        info = replace(
+            self._info,
+            num_rows=num_rows,
+            first_position=first_position,
+            num_tokens=num_tokens,
+            facts={**self._info.facts, **facts},
+        )
+        if first_row:  # only `positions: "last"` of generated tokens: a handful of rows
+            pwrite_all(self._fd, self.read_back(first_row, num_rows), self._reserve)
+        end = self._reserve + num_rows * info.row_bytes
+        pwrite_all(self._fd, token_ids.astype("<i8"), end)
+        os.ftruncate(self._fd, end + 8 * num_rows)
+        pwrite_all(self._fd, np.frombuffer(fmt.encode_header(info, digests, self._reserve), np.uint8), 0)
+        if self._fsync:
+            os.fsync(self._fd)
+        self._rename()
+        if self._fsync:
+            sync_folder(self.path.parent)
+        with self._ended:
+            os.close(self._fd)
+            self._fd = -1
+        if self._lock is not None:
+            self._lock.release()
+        return info
+
+    def fail(self, reason: str) -> None:
+        """Drop what was written and tell the reader why. Idempotent; does nothing after `publish`. Never raises."""
+        with self._ended:
+            if self._fd < 0:
+                return
+            self._drop_temporary()  # first: the error file may need the space
+        noted = False
+        with contextlib.suppress(OSError):
+            write_error(self.path, reason, self._request_id)
+            noted = True
+        if self._lock is not None:
+            if not noted:
+                with contextlib.suppress(OSError):
+                    self._lock.note_error(reason)
+            self._lock.release()
+
+    def _refuse_existing(self) -> None:
+        if not self._overwrite and os.path.lexists(self.path):
+            raise TargetExistsError(errno.EEXIST, "exists already; `overwrite` would replace it", str(self.path))
+
+    def _rename(self) -> None:
+        if self._overwrite:
+            self.temporary.replace(self.path)
+            return
+        try:
+            os.link(self.temporary, self.path)  # unlike rename, it refuses an existing name
+        except FileExistsError as exc:
+            raise TargetExistsError(
+                errno.EEXIST, "came into being meanwhile; nothing was replaced", str(self.path)
+            ) from exc
+        except OSError as exc:
+            if exc.errno not in {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}:
+                raise
+            self._refuse_existing()  # no hard links here: the lock keeps other layertap writers away
+            self.temporary.replace(self.path)
+        else:
+            self.temporary.unlink()
+
+    def _drop_temporary(self) -> None:
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                self.temporary.unlink(missing_ok=True)
+            os.close(self._fd)
+            self._fd = -1
+
+
+def write_error(path: Path, reason: str, request_id: str | None) -> None:
+    """Publish `<path>.error`, atomically."""
+    target = error_path(path)
+    temporary = temporary_path(target)
+    try:
+        with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, _FILE_MODE), "w") as file:
+            json.dump({"reason": reason, "request_id": request_id}, file)
+        temporary.replace(target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def pwrite_all(fd: int, data: NDArray[np.generic], offset: int) -> None:
+    """Write all bytes of a C-contiguous array at `offset`."""
+    if data.size == 0:
+        return
+    view = data.view(np.uint8).data.cast("B")
+    done = 0
+    while done < len(view):
+        done += os.pwrite(fd, view[done : done + (1 << 30)], offset + done)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename in `folder` survive a power loss."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,174 @@
+"""Reading: wait for the writer, check, deliver; or say why not.
+
+`load_hidden_states` is drop-in for vLLM's function of that name. Unlike it, it never waits for ever, checks every byte, and raises
+the writer's reason where there is one.
+"""
+
+import contextlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layertap.errors import CorruptError, ForeignError, HiddenStatesError, MissingError, TornError, WriterDiedError
+from layertap.files import format as fmt
+from layertap.files.locks import LOCK_SUFFIX, read_content, wait_for_writer
+from layertap.files.paths import error_path
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_TIMEOUT_SECONDS = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A file's content, checked: raw rows uint8 [rows, layers, bytes of a slot], token ids int64 [rows]."""
+
+    info: fmt.FileInfo
+    rows: NDArray[np.uint8]
+    token_ids: NDArray[np.int64]
+
+
+def load_hidden_states(
+    path: str | os.PathLike[str], *, timeout: float = DEFAULT_TIMEOUT_SECONDS
+) -> "dict[str, torch.Tensor]":
+    """Load one file, waiting for its writer where it is still being written.
+
+    Args:
+        path: what came back as `kv_transfer_params["hidden_states_path"]`.
+        timeout: seconds to wait for the writer at most.
+
+    Returns:
+        `hidden_states` [tokens, layers, hidden] in the file's dtype and `token_ids` [tokens] int64, both on the CPU.
+
+    Raises:
+        HiddenStatesError: the writer failed (its reason), died (WriterDiedError), is too slow (WaitTimeoutError), or the file is
+            missing (MissingError), torn (TornError), foreign (ForeignError) or corrupt (CorruptError).
+    """
+    import torch
+
+    loaded = read_file(path, timeout=timeout)
+    info = loaded.info
+    rows = torch.from_numpy(loaded.rows.reshape(-1)).view(getattr(torch, info.dtype))
+    return {
+        "hidden_states": rows.view(info.num_rows, len(info.layers), info.hidden_size),
+        "token_ids": torch.from_numpy(loaded.token_ids),
+    }
+
+
+def read_file(path: str | os.PathLike[str], *, timeout: float = DEFAULT_TIMEOUT_SECONDS) -> Loaded:
+    """`load_hidden_states` without torch, with what the file says of itself."""
+    target = Path(path)
+    wait_for_writer(target, timeout)
+    try:
+        fd = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise _why_missing(target) from None
+    try:
+        return _read_open_file(fd, str(target))
+    finally:
+        os.close(fd)
+
+
+def read_header(path: str | os.PathLike[str]) -> fmt.Header:
+    """Parse and check the header of a published file, without reading its rows.
+
+    Raises:
+        HiddenStatesError: see `load_hidden_states`.
+    """
+    target = Path(path)
+    try:
+        fd = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise _why_missing(target) from None
+    try:
+        return _read_header(fd, str(target))
+    finally:
+        os.close(fd)
+
+
+def check_rows(
+    header: fmt.Header, rows: NDArray[np.uint8], token_ids: NDArray[np.int64], name: str, first_row: int = 0
+) -> None:
+    """Compare rows [n, bytes of a row] and their token ids with the digests of a header.
+
+    Raises:
+        CorruptError: names the first row that differs.
+    """
+    found = fmt.row_digests(rows, token_ids)
+    wrong = np.flatnonzero(found != header.row_digests[first_row : first_row + len(found)])
+    if wrong.size:
+        raise CorruptError(
+            f"{name}: {wrong.size} of {len(found)} rows don't match their checksums, first row {first_row + int(wrong[0])} "
+            f"(position {header.info.first_position + first_row + int(wrong[0])}): the file was damaged after it was written"
+        )
+
+
+def cleanup_hidden_states(path: str | os.PathLike[str], keep_hidden_states: bool = False) -> None:
+    """Remove a file with its lock and error file; with `keep_hidden_states`, only the lock and error file."""
+    target = Path(path)
+    if not keep_hidden_states:
+        target.unlink(missing_ok=True)
+    error_path(target).unlink(missing_ok=True)
+    target.with_name(target.name + LOCK_SUFFIX).unlink(missing_ok=True)
+
+
+def _read_header(fd: int, name: str) -> fmt.Header:
+    try:
+        size = os.fstat(fd).st_size
+        body_bytes = fmt.header_size(os.pread(fd, 8, 0), size, name)
+        return fmt.decode_header(os.pread(fd, body_bytes, 8), size, name)
+    except IsADirectoryError as exc:
+        raise ForeignError(f"{name}: a folder, not a file of hidden states (open_dataset reads data sets)") from exc
+
+
+def _read_open_file(fd: int, name: str) -> Loaded:
+    header = _read_header(fd, name)
+    info = header.info
+    rows = _read_array(fd, header.data_offset, info.num_rows * info.row_bytes, name).reshape(
+        info.num_rows, info.row_bytes
+    )
+    offset = header.data_offset + rows.size
+    token_ids = _read_array(fd, offset, 8 * info.num_rows, name).view("<i8").astype(np.int64, copy=False)
+    if (token_ids < 0).any():
+        raise CorruptError(f"{name}: negative token ids")
+    check_rows(header, rows, token_ids, name)
+    return Loaded(info=info, rows=rows.reshape(info.num_rows, len(info.layers), -1), token_ids=token_ids)
+
+
+def _read_array(fd: int, offset: int, num_bytes: int, name: str) -> NDArray[np.uint8]:
+    out = np.empty(num_bytes, np.uint8)
+    view, done = out.data, 0
+    while done < num_bytes:
+        got = os.preadv(fd, [view[done : done + (1 << 30)]], offset + done)
+        if got == 0:
+            raise TornError(f"{name}: ends {num_bytes - done} bytes early")
+        done += got
+    return out
+
+
+def _why_missing(path: Path) -> HiddenStatesError:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        record = json.loads(error_path(path).read_text())
+        reason, request_id = str(record.get("reason")), record.get("request_id")
+        return HiddenStatesError(f"{path}: {reason} (request {request_id})", reason=reason, request_id=request_id)
+    lock_path = path.with_name(path.name + LOCK_SUFFIX)
+    content = read_content(lock_path)
+    if content is not None and content.error is not None:
+        return HiddenStatesError(
+            f"{path}: {content.error} (request {content.request_id})",
+            reason=content.error,
+            request_id=content.request_id,
+        )
+    if lock_path.exists():
+        pid = content.holder.get("pid") if content else "unknown"
+        return WriterDiedError(
+            f"{path}: its writer (process {pid}) ended before it was published",
+            request_id=content.request_id if content else None,
+        )
+    return MissingError(f"no such file of hidden states, and nobody is writing it: {path}")
