@@ -1,0 +1,1 @@
+"""From rows to finished samples: bounded memory, writer threads, and the `Capture` that an engine's tap talks to."""

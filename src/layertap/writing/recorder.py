@@ -1,0 +1,282 @@
+"""The corridor as an engine sees it: `Recorder.admit` reserves, `Capture.add` takes rows, `finish` publishes, `fail` tells why.
+
+Every failure on the way (a full disk, a hole, a row of another token) ends up in one place: the capture's future and, for a
+file, its error twin. The engine and the other captures go on.
+"""
+
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layertap import __version__
+from layertap.assembly import Assembly, Piece, Rows
+from layertap.capture.options import StoreOptions
+from layertap.capture.request import CaptureSpec
+from layertap.errors import EngineError, HiddenStatesError, LayertapError, StoreFullError
+from layertap.files import format as fmt
+from layertap.files.publish import PendingFile
+from layertap.writing.budget import ByteBudget
+from layertap.writing.pool import Lane, WriterPool
+from layertap.writing.sinks import FileSink, MemorySink, Result, Sink
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Counts:
+    """What the recorder did, for metrics. Bytes are rows' bytes."""
+
+    admitted: int = 0
+    published: int = 0
+    failed: int = 0
+    rows: int = 0
+    num_bytes: int = 0
+
+
+class Capture:
+    """One sequence's way through the corridor. Thread-safe.
+
+    Attributes:
+        spec: what is owed.
+        path: where the file will be, or None in memory.
+        result: resolves to a `Result`, or raises the reason, once published or failed.
+    """
+
+    def __init__(self, spec: CaptureSpec, sink: Sink, recorder: "Recorder", request_id: str, path: Path | None) -> None:
+        self.spec = spec
+        self.path = path
+        self.request_id = request_id
+        self.result: Future[Result] = Future()
+        self._sink = sink
+        self._recorder = recorder
+        self._lane: Lane = recorder.pool.lane()
+        self._assembly = Assembly(spec)
+        self._lock = threading.Lock()
+        self._failure: BaseException | None = None
+        self._ended = False
+
+    def add(self, rows: Rows) -> None:
+        """Take a chunk. May wait for the byte budget; never raises for the capture's own failures."""
+        num_bytes = int(rows.data.nbytes)
+        self._recorder.budget.acquire(num_bytes)
+
+        def done() -> None:
+            self._recorder.budget.release(num_bytes)
+            if rows.release is not None:
+                rows.release()
+
+        with self._lock:  # deciding and queueing together, so that a later step's bytes are also written later
+            pieces: list[Piece] = []
+            if self._failure is None and not self._ended:
+                try:
+                    pieces = self._assembly.accept(rows)
+                except LayertapError as exc:
+                    self._failure = exc
+            if pieces:
+
+                def store() -> None:
+                    try:
+                        if self._failure is None:
+                            self._store(pieces, rows)
+                    except Exception as exc:  # noqa: BLE001 - any failure is this capture's own; kept for its reader
+                        self._failure = exc
+                    finally:
+                        done()
+
+                self._submit(store)
+                return
+        done()
+
+    def _store(self, pieces: Sequence[Piece], rows: Rows) -> None:
+        for piece in pieces:
+            first = piece.row + self._assembly.base - rows.start
+            self._sink.write(piece, rows.input_ids[first : first + len(piece.data)])
+
+    def finish(
+        self, token_ids: Sequence[int] | NDArray[np.int64], finish_reason: str, facts: Mapping[str, str] | None = None
+    ) -> "Future[Result]":
+        """Check and publish, behind the rows that were added.
+
+        Args:
+            token_ids: the final tokens of the sequence, prompt and output.
+            finish_reason: "stop", "length", "prefill", ...
+            facts: more for the file's metadata.
+
+        Returns:
+            The future `result`: a `Result`, or the reason as an exception.
+        """
+        final = np.asarray(token_ids, np.int64)
+        all_facts = {"finish_reason": finish_reason, **(facts or {})}
+
+        def publish() -> None:
+            try:
+                if self._failure is not None:
+                    raise self._failure
+                with self._lock:
+                    owed = self._assembly.complete(final)
+                    all_facts["replayed_rows"] = str(self._assembly.replayed_rows)
+                result = self._sink.finish(
+                    owed.start - self._assembly.base, final[owed.start : owed.stop], owed.start, len(final), all_facts
+                )
+            except Exception as exc:  # noqa: BLE001 - told to the reader and to whoever holds the future
+                self._end_failed(exc)
+            else:
+                self._recorder.note_published(result)
+                self.result.set_result(result)
+
+        if self._end():
+            self._submit(publish)
+        return self.result
+
+    def fail(self, reason: str | BaseException) -> None:
+        """Give up: the reader gets the reason, what was written is dropped. Idempotent; nothing happens after `finish`."""
+        cause = reason if isinstance(reason, BaseException) else EngineError(reason)
+        if self._end():
+            self._failure = cause
+            self._submit(lambda: self._end_failed(cause))
+
+    def _end(self) -> bool:
+        with self._lock:
+            first, self._ended = not self._ended, True
+        return first
+
+    def _end_failed(self, cause: BaseException) -> None:
+        reason = describe(cause)
+        self._sink.fail(reason)
+        self._recorder.note_failed(reason)
+        error: BaseException = cause
+        if not isinstance(cause, LayertapError):
+            error = HiddenStatesError(f"request {self.request_id}: {reason}", reason=reason, request_id=self.request_id)
+            error.__cause__ = cause
+        self.result.set_exception(error)
+
+    def _submit(self, task: Callable[[], None]) -> None:
+        try:
+            self._lane.submit(task)
+        except RuntimeError:  # the recorder is closed: what still runs is told so, here and now
+            self._failure = self._failure or EngineError("the engine was closed before the request was finished")
+            task()
+
+
+class Recorder:
+    """Admits captures and owns what they share: the byte budget, the writer threads and the store's limits.
+
+    Args:
+        options: where and how.
+        facts: what every file of this engine says in its metadata: engine, engine_version, compute_dtype, revision, ...
+        model: the model's name or path.
+        num_layers: blocks of the model.
+    """
+
+    def __init__(self, options: StoreOptions, *, model: str, num_layers: int, facts: Mapping[str, str]) -> None:
+        self.options = options
+        self.budget = ByteBudget(options.byte_budget())
+        self.pool = WriterPool(options.num_writer_threads)
+        self.counts = Counts()
+        self._model = model
+        self._num_layers = num_layers
+        self._facts = {"layertap_version": __version__, **facts}
+        self._lock = threading.Lock()
+
+    def admit(
+        self,
+        spec: CaptureSpec,
+        *,
+        request_id: str,
+        path: Path | None,
+        overwrite: bool = False,
+        facts: Mapping[str, str] | None = None,
+    ) -> Capture:
+        """Reserve what a sequence needs, before anything is computed for it.
+
+        Args:
+            spec: what is owed.
+            request_id: named in the file, its lock and its error.
+            path: the file's final path (layertap.files.paths.target_path), or None to keep the rows in memory.
+            overwrite: replace an existing file.
+            facts: more for this file's metadata (weights_version, ...).
+
+        Raises:
+            OptionError: positions outside of what can exist.
+            TargetExistsError: the file exists, or another request is about to write it.
+            StoreFullError: the file system would have less than `min_free_bytes` left.
+            OSError: the folder can't be written to.
+        """
+        spec.window.admit(spec.prompt_len, spec.max_tokens)
+        info = fmt.FileInfo(
+            layers=spec.layers,
+            num_rows=0,
+            hidden_size=spec.hidden_size,
+            dtype=spec.dtype,
+            first_position=spec.candidates.start,
+            prompt_len=spec.prompt_len,
+            num_tokens=spec.prompt_len,
+            num_layers=self._num_layers,
+            model=self._model,
+            facts={**self._facts, "request_id": request_id, **(facts or {})},
+        )
+        max_rows = len(spec.candidates)
+        sink: Sink
+        if path is None:
+            sink = MemorySink(spec, info)
+        else:
+            self._check_room(path, max_rows * spec.row_bytes)
+            sink = FileSink(
+                PendingFile(
+                    path,
+                    info,
+                    max_rows,
+                    overwrite=overwrite,
+                    lock=self.options.use_synchronization_lock,
+                    fsync=self.options.fsync,
+                    request_id=request_id,
+                ),
+                spec,
+            )
+        with self._lock:
+            self.counts.admitted += 1
+        return Capture(spec, sink, self, request_id, path)
+
+    def _check_room(self, path: Path, num_bytes: int) -> None:
+        folder = path.parent
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        free = shutil.disk_usage(folder).free
+        if free - num_bytes < self.options.min_free_bytes:
+            raise StoreFullError(
+                f"no room for {num_bytes} bytes of hidden states: {folder} has {free} free, of which min_free_bytes keeps "
+                f"{self.options.min_free_bytes}"
+            )
+
+    def note_published(self, result: Result) -> None:
+        """Count a finished capture."""
+        with self._lock:
+            self.counts.published += 1
+            self.counts.rows += result.info.num_rows
+            self.counts.num_bytes += result.info.num_rows * result.info.row_bytes
+
+    def note_failed(self, reason: str) -> None:
+        """Count a failed one."""
+        logger.warning("hidden states of a request are lost: %s", reason)
+        with self._lock:
+            self.counts.failed += 1
+
+    def close(self) -> None:
+        """Finish what was handed over, then end the threads. Captures that weren't ended stay for their engine to fail."""
+        self.pool.close()
+
+
+def describe(cause: BaseException) -> str:
+    """The reason as one sentence for a person: an OS error without its Python dress."""
+    if isinstance(cause, OSError) and cause.errno is not None and not isinstance(cause, LayertapError):
+        where = f": {cause.filename}" if cause.filename else ""
+        return f"{os.strerror(cause.errno)}{where}"
+    return str(cause) or type(cause).__name__
