@@ -143,6 +143,18 @@ class Capture:
             self._failure = cause
             self._submit(lambda: self._end_failed(cause))
 
+    def discard(self) -> None:
+        """Give up without a word: nobody was told the path. Idempotent; nothing happens after `finish`."""
+        cause = EngineError("the request was given up")
+        if self._end():
+            self._failure = cause
+
+            def drop() -> None:
+                self._sink.discard()
+                self.result.set_exception(cause)
+
+            self._submit(drop)
+
     def _end(self) -> bool:
         with self._lock:
             first, self._ended = not self._ended, True
@@ -193,6 +205,7 @@ class Recorder:
         request_id: str,
         path: Path | None,
         overwrite: bool = False,
+        lock: bool = True,
         facts: Mapping[str, str] | None = None,
     ) -> Capture:
         """Reserve what a sequence needs, before anything is computed for it.
@@ -202,6 +215,7 @@ class Recorder:
             request_id: named in the file, its lock and its error.
             path: the file's final path (layertap.files.paths.target_path), or None to keep the rows in memory.
             overwrite: replace an existing file.
+            lock: let readers wait for the file, unless the store's options say no.
             facts: more for this file's metadata (weights_version, ...).
 
         Raises:
@@ -235,7 +249,7 @@ class Recorder:
                     info,
                     max_rows,
                     overwrite=overwrite,
-                    lock=self.options.use_synchronization_lock,
+                    lock=lock and self.options.use_synchronization_lock,
                     fsync=self.options.fsync,
                     request_id=request_id,
                 ),

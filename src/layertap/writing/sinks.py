@@ -45,6 +45,9 @@ class Sink(Protocol):
     def fail(self, reason: str) -> None:
         """Drop everything; tell a reader why. Never raises."""
 
+    def discard(self) -> None:
+        """Drop everything without a word. Never raises."""
+
 
 class FileSink:
     """Rows go to their place in a file that is published at the end."""
@@ -85,6 +88,9 @@ class FileSink:
     def fail(self, reason: str) -> None:
         self._file.fail(reason)
 
+    def discard(self) -> None:
+        self._file.discard()
+
 
 class MemorySink:
     """Rows are kept in memory; for prompts only, where the number of rows is known."""
@@ -119,3 +125,6 @@ class MemorySink:
 
     def fail(self, reason: str) -> None:
         self._rows = np.empty((0, *self._shape), np.uint8)
+
+    def discard(self) -> None:
+        self.fail("")

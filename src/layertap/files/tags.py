@@ -1,0 +1,54 @@
+"""Tags: a name of the client's choice under which the handles of its request are found, where no answer can carry them.
+
+`<storage>/tags/<tag>.json` is written once, at admission: `{"tag", "request_id", "handles": [...]}`. Whether a file is there yet
+is asked of the file itself, its lock and its error twin.
+"""
+
+import errno
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from layertap.errors import OptionError
+from layertap.files.paths import temporary_path
+
+
+def tag_path(storage: str, tag: str) -> Path:
+    """Where a tag's record is. Tags are plain names (RequestOptions checks that)."""
+    return Path(storage) / "tags" / f"{tag}.json"
+
+
+def reserve_tag(storage: str, tag: str, request_id: str, handles: Sequence[dict[str, Any]]) -> Path:
+    """Write a tag's record.
+
+    Raises:
+        OptionError: the tag is taken.
+    """
+    path = tag_path(storage, tag)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_path(path)
+    try:
+        with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o664), "w") as file:
+            json.dump({"tag": tag, "request_id": request_id, "handles": list(handles)}, file)
+        os.link(temporary, path)
+    except FileExistsError as exc:
+        raise OptionError(
+            f"kv_transfer_params.tag: {tag!r} is taken by an earlier request; tags are used once"
+        ) from exc
+    except OSError as exc:
+        if exc.errno not in {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS} or path.exists():
+            raise
+        temporary.replace(path)  # no hard links here
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def read_tag(storage: str, tag: str) -> dict[str, Any] | None:
+    """A tag's record, or None."""
+    try:
+        return dict(json.loads(tag_path(storage, tag).read_text()))
+    except FileNotFoundError:
+        return None

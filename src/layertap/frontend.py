@@ -1,0 +1,353 @@
+"""The front end of the embedded engine: prompts and options in, jobs to the engine, outputs back.
+
+`LLM` and `AsyncLLM` are two doors to this one core. A request is admitted as a whole (all its files are reserved, or it is refused)
+before anything is computed for it.
+"""
+
+import itertools
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from layertap.capture.layers import LayersLike, resolve_layers
+from layertap.capture.options import StoreOptions
+from layertap.capture.request import CaptureSpec, RequestOptions
+from layertap.engines.base import Delta, Engine, ExtractJob, GenerateJob, TopLogprobs
+from layertap.errors import EngineError, ExtractionError, LayertapError, OptionError
+from layertap.files.paths import SUFFIX, new_request_id, safe_name, target_path
+from layertap.files.tags import reserve_tag
+from layertap.outputs import CompletionOutput, Extracted, Logprob, RequestOutput
+from layertap.params import SamplingParams
+from layertap.prompts import Prompt, PromptReader
+from layertap.writing.recorder import Capture, Recorder
+from layertap.writing.sinks import Result
+
+_PENDING_FILES = 256  # finished prompts whose files are still on their way, at most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturePlan:
+    """A request's capture, resolved against the model and the store."""
+
+    options: RequestOptions
+    layers: tuple[int, ...]
+    dtype: str
+
+
+class Frontend:
+    """The core behind LLM and AsyncLLM.
+
+    Args:
+        engine: an embedded engine.
+        options: the store's options.
+        stores: files may be written (a storage or a connector was configured).
+        layers: layers to take by default.
+        weights_version: said in each file's metadata, where given; may be changed between requests.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        options: StoreOptions,
+        *,
+        stores: bool,
+        layers: LayersLike | None,
+        weights_version: str | None,
+    ) -> None:
+        self.engine = engine
+        self.info = engine.info
+        self.options = options
+        self.weights_version = weights_version
+        self.prompts = PromptReader(engine.info, engine.tokenizer)
+        self.recorder = Recorder(
+            options, model=self.info.model, num_layers=self.info.num_layers, facts=self.info.facts()
+        )
+        self._stores = stores
+        self._layers = layers
+        self._running: dict[str, Request] = {}
+        self._lock = threading.Lock()
+        self._id_prefix = secrets.token_hex(8)
+        self._ids = itertools.count()
+        if layers is not None:
+            resolve_layers(layers, self.info.num_layers)  # refuse a bad default now, not with the first request
+
+    def plan(self, kv_transfer_params: Mapping[str, Any] | None) -> CapturePlan | None:
+        """Resolve a request's capture options; None where nothing is to be taken.
+
+        Raises:
+            OptionError: a bad option, or there is nowhere to write.
+        """
+        options = RequestOptions.parse(kv_transfer_params)
+        wanted = options.capture
+        if wanted is None:
+            wanted = self.options.capture_by_default and (self._stores or kv_transfer_params is not None)
+        if not wanted:
+            return None
+        if not self._stores:
+            raise OptionError(
+                "kv_transfer_params: this LLM was made without a storage; give storage=... or kv_transfer_config=..., or use "
+                "extract(), which returns the rows in memory"
+            )
+        return self._resolve(options)
+
+    def _resolve(self, options: RequestOptions) -> CapturePlan:
+        layers = options.layers if options.layers is not None else self._layers
+        if layers is None:
+            raise OptionError("layers: none were given, neither to the LLM nor with the request")
+        dtype = options.save_dtype or self.options.save_dtype or self.info.dtype
+        return CapturePlan(options=options, layers=resolve_layers(layers, self.info.num_layers), dtype=dtype)
+
+    def spec(self, plan: CapturePlan, prompt: Prompt, max_tokens: int) -> CaptureSpec:
+        """What one sequence owes."""
+        return CaptureSpec(
+            layers=plan.layers,
+            dtype=plan.dtype,
+            hidden_size=self.info.hidden_size,
+            prompt_len=len(prompt.token_ids),
+            max_tokens=max_tokens,
+            window=plan.options.window,
+        )
+
+    def start(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        on_update: Callable[["Request"], None],
+        request_id: str | None = None,
+    ) -> "Request":
+        """Admit a request and queue its sequences.
+
+        Args:
+            prompt: checked.
+            params: with any n.
+            on_update: called on the engine's thread whenever its output changed; must not block.
+            request_id: unique among what runs; made if None.
+
+        Raises:
+            OptionError, TargetExistsError, StoreFullError, OSError: nothing was started.
+        """
+        request_id = request_id or f"{new_request_id('cmpl')}"
+        plan = self.plan(params.kv_transfer_params)
+        limit = self.info.max_model_len - len(prompt.token_ids)
+        max_tokens = limit if params.max_tokens is None else min(params.max_tokens, limit)
+        request = Request(request_id, prompt, params, self.engine.tokenizer, on_update, self._forget)
+        with self._lock:
+            if request_id in self._running:
+                raise OptionError(f"request_id: {request_id!r} is running already")
+            self._running[request_id] = request
+        try:
+            captures = self._admit(plan, prompt, max_tokens, request_id, params.n)
+            request.adopt(captures)
+        except BaseException:
+            self._forget(request)
+            raise
+        for choice in range(params.n):
+            seed = None if params.seed is None else params.seed + choice
+            job = GenerateJob(
+                request_id=request.job_ids[choice],
+                prompt_ids=prompt.token_ids,
+                params=params.replace(n=1, seed=seed),
+                max_tokens=max_tokens,
+                capture=captures[choice],
+                on_delta=lambda delta, choice=choice: request.take(choice, delta),
+            )
+            self.engine.submit(job)
+        return request
+
+    def _admit(
+        self, plan: CapturePlan | None, prompt: Prompt, max_tokens: int, request_id: str, num_choices: int
+    ) -> list[Capture | None]:
+        if plan is None:
+            return [None] * num_choices
+        options = plan.options
+        base = target_path(self.options, request_id, options.hidden_states_path)
+        spec = self.spec(plan, prompt, max_tokens)
+        captures: list[Capture | None] = []
+        try:
+            for choice in range(num_choices):
+                suffix = f"-0-{choice}" if choice else ""
+                path = base.with_name(base.name.removesuffix(SUFFIX) + suffix + SUFFIX) if suffix else base
+                captures.append(
+                    self.recorder.admit(
+                        spec,
+                        request_id=request_id + suffix,
+                        path=path,
+                        overwrite=options.overwrite,
+                        facts={} if self.weights_version is None else {"weights_version": self.weights_version},
+                    )
+                )
+            if options.tag is not None:
+                handles = [handle(capture) for capture in captures if capture is not None]
+                reserve_tag(self.options.shared_storage_path, options.tag, request_id, handles)
+        except BaseException:
+            for capture in captures:
+                if capture is not None:
+                    capture.discard()
+            raise
+        return captures
+
+    def abort(self, request_id: str) -> None:
+        """End a running request; its reader is told. Unknown ids are ignored."""
+        with self._lock:
+            request = self._running.get(request_id)
+        if request is not None:
+            for job_id in request.job_ids:
+                self.engine.abort(job_id)
+
+    def _forget(self, request: "Request") -> None:
+        with self._lock:
+            self._running.pop(request.output.request_id, None)
+
+    def extract(
+        self,
+        prompts: Iterable[Any],
+        *,
+        options: RequestOptions,
+        storage: Path | None,
+    ) -> Iterator[Extracted]:
+        """Prefill prompts; yield results as they finish, then raise ExtractionError if some failed.
+
+        Args:
+            prompts: of any form that PromptReader takes, also an iterator that never ends.
+            options: layers, positions, save_dtype, overwrite.
+            storage: a folder for files, or None for memory.
+        """
+        plan = self._resolve(options)
+        failures: list[tuple[int, str]] = []
+        captures: dict[int, Capture] = {}
+        run = f"extract-{self._id_prefix}-{next(self._ids)}"
+
+        def jobs() -> Iterator[ExtractJob]:
+            for index, item in enumerate(prompts):
+                try:
+                    prompt = item if isinstance(item, Prompt) else self.prompts.read(item)
+                    name = f"{run}-{index}"
+                    capture = self.recorder.admit(
+                        self.spec(plan, prompt, 0),
+                        request_id=name,
+                        path=None if storage is None else storage / (safe_name(name) + SUFFIX),
+                        overwrite=options.overwrite,
+                        lock=False,  # nobody learns the path before the file is there
+                        facts={} if self.weights_version is None else {"weights_version": self.weights_version},
+                    )
+                except (LayertapError, OSError) as exc:
+                    failures.append((index, str(exc)))
+                    continue
+                captures[index] = capture
+                yield ExtractJob(index=index, token_ids=prompt.token_ids, capture=capture)
+
+        try:
+            waiting: dict[int, Future[Result]] = {}
+            for index in self.engine.extract(jobs()):
+                waiting[index] = captures.pop(index).result
+                yield from self._finished(waiting, failures, at_most=_PENDING_FILES)
+            yield from self._finished(waiting, failures, at_most=0)
+        finally:  # also where the consumer stopped
+            for capture in captures.values():
+                capture.discard()
+        if failures:
+            raise ExtractionError(sorted(failures))
+
+    def _finished(
+        self, waiting: dict[int, "Future[Result]"], failures: list[tuple[int, str]], at_most: int
+    ) -> Iterator[Extracted]:
+        for index in list(waiting):
+            future = waiting[index]
+            if not future.done() and len(waiting) <= at_most:
+                continue
+            del waiting[index]
+            try:
+                result = future.result()
+            except (LayertapError, OSError) as exc:
+                failures.append((index, str(exc)))
+                continue
+            yield Extracted(index, result)
+
+    def close(self) -> None:
+        """End the engine and the writer."""
+        self.engine.close()
+        self.recorder.close()
+
+
+class Request:
+    """One running request: the deltas of its sequences, gathered into one output."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        tokenizer: Any,
+        on_update: Callable[["Request"], None],
+        on_end: Callable[["Request"], None],
+    ) -> None:
+        self.output = RequestOutput(request_id=request_id, prompt=prompt.text, prompt_token_ids=prompt.token_ids)
+        self.output.outputs = [CompletionOutput(index=choice, token_ids=[]) for choice in range(params.n)]
+        self.job_ids = [f"{request_id}#{choice}" for choice in range(params.n)]
+        self.error: BaseException | None = None
+        self.lock = threading.Lock()
+        self._tokenizer = tokenizer
+        self._on_update = on_update
+        self._on_end = on_end
+
+    def adopt(self, captures: list[Capture | None]) -> None:
+        """Note the handles of the captures."""
+        for output, capture in zip(self.output.outputs, captures, strict=True):
+            output.kv_transfer_params = None if capture is None else handle(capture)
+        self.output.kv_transfer_params = self.output.outputs[0].kv_transfer_params
+
+    def take(self, choice: int, delta: Delta) -> None:
+        """Add what one step gave to one choice."""
+        with self.lock:
+            output = self.output.outputs[choice]
+            output.token_ids = [*output.token_ids, *delta.token_ids] if delta.token_ids else output.token_ids
+            output.text += delta.text
+            if delta.logprobs is not None:
+                self._take_logprobs(output, delta.logprobs)
+            if delta.prompt_logprobs is not None and self.output.prompt_logprobs is None:
+                self.output.prompt_logprobs = [
+                    None if entry is None else self._decoded(entry) for entry in delta.prompt_logprobs
+                ]
+            if delta.finish_reason is not None:
+                output.finish_reason = delta.finish_reason
+                output.stop_reason = delta.stop_reason
+            if delta.error is not None and self.error is None:
+                self.error = delta.error
+            self.output.num_cached_tokens = delta.num_cached_tokens
+            self.output.finished = all(other.finished() for other in self.output.outputs)
+            finished = self.output.finished
+        if finished:
+            self._on_end(self)
+        self._on_update(self)
+
+    def result(self) -> RequestOutput:
+        """The finished output.
+
+        Raises:
+            EngineError: a sequence failed; its cause is chained.
+        """
+        if self.error is not None:
+            raise EngineError(f"request {self.output.request_id} failed: {self.error}") from self.error
+        return self.output
+
+    def _take_logprobs(self, output: CompletionOutput, logprobs: Iterable[TopLogprobs]) -> None:
+        if output.logprobs is None:
+            output.logprobs, output.cumulative_logprob = [], 0.0
+        for entry in logprobs:
+            output.logprobs.append(self._decoded(entry))
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + entry.entries[entry.token_id][0]
+
+    def _decoded(self, entry: TopLogprobs) -> dict[int, Logprob]:
+        return {
+            token: Logprob(logprob, rank, None if self._tokenizer is None else self._tokenizer.decode([token]))
+            for token, (logprob, rank) in entry.entries.items()
+        }
+
+
+def handle(capture: Capture) -> dict[str, str]:
+    """What a client finds the capture's file by."""
+    return {"hidden_states_path": str(capture.path), "hidden_states_id": capture.request_id}

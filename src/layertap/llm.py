@@ -1,0 +1,463 @@
+"""`LLM` and `AsyncLLM`: the front doors, drop-in for vLLM's where its documented hidden-state extraction is concerned."""
+
+import asyncio
+import logging
+import os
+import queue
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+from layertap.capture.layers import LayersLike
+from layertap.capture.options import StoreOptions
+from layertap.capture.request import Positions, RequestOptions
+from layertap.engines.base import ModelInfo
+from layertap.errors import OptionError
+from layertap.frontend import Frontend, Request
+from layertap.outputs import Extracted, RequestOutput
+from layertap.params import KVTransferConfig, SamplingParams, layers_of_speculative_config
+from layertap.prompts import Prompt, as_prompt_list
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_LAYERS = "eagle3"
+
+
+class LLM:
+    """A model whose hidden states can be taken.
+
+    The long form is vLLM's documented one, the short form ours:
+
+        llm = LLM("Qwen/Qwen3-8B", layers="eagle3", storage="states")
+        for sample in llm.extract(["a prompt", "another"], layers=[2, 18, 33]):
+            print(sample.hidden_states.shape)  # [tokens, layers, hidden]
+
+    Args:
+        model: local path, hub id or GGUF file.
+        engine: "transformers" (in this process) or "vllm".
+        layers: layer ids or a preset to take by default.
+        storage: folder for the files of `generate`; without it (and without kv_transfer_config) generate captures nothing.
+        speculative_config: vLLM's documented form; the layer ids are read from it.
+        kv_transfer_config: KVTransferConfig or a dict; its extra config holds the store's options.
+        weights_version: said in each file's metadata.
+        engine_options: everything else goes to the engine: dtype, device, revision, trust_remote_code, max_model_len, ...
+
+    Raises:
+        OptionError: an option that the engine can't honour; the message names it.
+        ModelError: the model can't be loaded.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        engine: str = "transformers",
+        layers: LayersLike | None = None,
+        storage: str | os.PathLike[str] | None = None,
+        speculative_config: Mapping[str, Any] | None = None,
+        kv_transfer_config: KVTransferConfig | Mapping[str, Any] | None = None,
+        weights_version: str | None = None,
+        **engine_options: Any,
+    ) -> None:
+        config = _Config.build(layers, storage, speculative_config, kv_transfer_config)
+        self._front: Any
+        if engine == "vllm":
+            from layertap.engines.vllm.engine import VllmFrontend
+
+            self._front = VllmFrontend(
+                os.fspath(model), config.options, layers=config.layers, stores=config.stores, **engine_options
+            )
+            return
+        self._front = make_frontend(model, engine, config, weights_version, engine_options)
+
+    @property
+    def info(self) -> ModelInfo:
+        """The facts of the loaded model."""
+        info: ModelInfo = self._front.info
+        return info
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer (of transformers), or None."""
+        return self._front.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Mapping[str, Any] | Sequence[Any] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate, and save hidden states as `extra_args={"kv_transfer_params": {...}}` and the LLM's options say.
+
+        Args:
+            prompts: text, token ids, `{"prompt": ...}`, `{"prompt_token_ids": [...]}`, or a list of them.
+            sampling_params: one for all prompts, or one each; None takes the model's generation config.
+            use_tqdm: show progress on a terminal.
+
+        Returns:
+            One RequestOutput per prompt, in their order.
+
+        Raises:
+            PromptError, OptionError, TargetExistsError, StoreFullError: nothing was generated.
+            EngineError: the engine failed.
+        """
+        items = as_prompt_list(prompts)
+        checked = [self._read(item, place) for place, item in enumerate(items)]
+        return self._generate(checked, sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Mapping[str, Any] | Sequence[Any] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate an answer to a conversation, or to each of a list of them, with the model's chat template.
+
+        Args:
+            messages: one list of messages, or a list of such lists.
+            sampling_params: as in `generate`.
+            use_tqdm: show progress on a terminal.
+            chat_template: another template than the model's.
+            add_generation_prompt: let the assistant's turn begin.
+            continue_final_message: go on inside the last message.
+            tools: OpenAI's tool descriptions.
+            chat_template_kwargs: more variables for the template.
+
+        Raises:
+            As `generate`.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        prompts = [
+            self._front.prompts.chat(
+                conversation,
+                tools=tools,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        return self._generate(prompts, sampling_params, use_tqdm)
+
+    def extract(
+        self,
+        prompts: Any,
+        *,
+        layers: LayersLike | None = None,
+        storage: str | os.PathLike[str] | None = None,
+        positions: Positions | None = None,
+        save_dtype: str | None = None,
+        overwrite: bool = False,
+    ) -> Iterator[Extracted]:
+        """Take the hidden states of prompts: prefill only, nothing is generated, no block past the deepest layer is run.
+
+        Args:
+            prompts: as in `generate`; also an iterator, which is read as the results are taken.
+            layers: layer ids or a preset; default the LLM's.
+            storage: a folder for one file per prompt; without it the rows come back in memory.
+            positions: "last" or [a, b]: only these rows.
+            save_dtype: dtype of the rows; default the compute dtype.
+            overwrite: replace existing files.
+
+        Yields:
+            Extracted, as they finish: hidden_states [tokens, layers, hidden], token_ids, layers, index.
+
+        Raises:
+            OptionError: at once, before anything runs.
+            ExtractionError: after all others were yielded: which prompts failed, and why.
+        """
+        options = RequestOptions.parse(
+            {
+                key: value
+                for key, value in (
+                    ("layers", layers),
+                    ("positions", positions),
+                    ("save_dtype", save_dtype),
+                    ("overwrite", overwrite),
+                )
+                if value is not None
+            }
+        )
+        if options.positions == "output":
+            raise OptionError("positions: 'output' has no meaning in extract, which generates nothing")
+        items: Iterable[Any] = prompts if isinstance(prompts, Iterator) else as_prompt_list(prompts)
+        folder = None if storage is None else Path(os.path.abspath(storage))
+        results: Iterator[Extracted] = self._front.extract(items, options=options, storage=folder)
+        return results
+
+    def close(self) -> None:
+        """End the engine; files that were finished are published. Running generations end with an error."""
+        self._front.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _read(self, item: Any, place: int) -> Prompt:
+        try:
+            prompt: Prompt = self._front.prompts.read(item, room=1)
+        except ValueError as exc:
+            raise type(exc)(f"prompt {place}: {exc}") from exc
+        return prompt
+
+    def _generate(self, prompts: Sequence[Prompt], sampling_params: Any, use_tqdm: bool) -> list[RequestOutput]:
+        params = params_for_each(sampling_params, len(prompts), self.info)
+        if not isinstance(self._front, Frontend):
+            outputs: list[RequestOutput] = self._front.generate(prompts, params, use_tqdm=use_tqdm)
+            return outputs
+        ended: queue.SimpleQueue[Request] = queue.SimpleQueue()
+
+        def on_update(request: Request) -> None:
+            if request.output.finished:
+                ended.put(request)
+
+        requests: list[Request] = []
+        done = 0
+        try:
+            for prompt, param in zip(prompts, params, strict=True):
+                requests.append(self._front.start(prompt, param, on_update))
+            with _progress(len(prompts), use_tqdm) as advance:
+                while done < len(requests):
+                    ended.get()
+                    done += 1
+                    advance()
+        except BaseException:  # also Ctrl-C: nothing of this call may go on running
+            for request in requests:
+                self._front.abort(request.output.request_id)
+            raise
+        return [request.result() for request in requests]
+
+
+class AsyncLLM:
+    """The same, for an event loop: RL loops and servers. Over the same core as `LLM`; takes the same arguments.
+
+    Only for the embedded engine; vLLM has its own AsyncLLM, into which the plugin hooks.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        engine: str = "transformers",
+        layers: LayersLike | None = None,
+        storage: str | os.PathLike[str] | None = None,
+        speculative_config: Mapping[str, Any] | None = None,
+        kv_transfer_config: KVTransferConfig | Mapping[str, Any] | None = None,
+        weights_version: str | None = None,
+        **engine_options: Any,
+    ) -> None:
+        config = _Config.build(layers, storage, speculative_config, kv_transfer_config)
+        self._front = make_frontend(model, engine, config, weights_version, engine_options)
+
+    @property
+    def info(self) -> ModelInfo:
+        """The facts of the loaded model."""
+        return self._front.info
+
+    @property
+    def front(self) -> Frontend:
+        """The core, for servers: prompts, options, recorder."""
+        return self._front
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer (of transformers), or None."""
+        return self._front.engine.tokenizer
+
+    async def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Generate for one prompt; yields the output as it grows, the last one `finished`.
+
+        Leaving the iterator early (break, cancellation, a disconnected client) aborts the request.
+
+        Args:
+            prompt: as in `LLM.generate`, one.
+            sampling_params: None takes the model's generation config.
+            request_id: names the request and its file; made if None.
+
+        Raises:
+            As `LLM.generate`.
+        """
+        loop = asyncio.get_running_loop()
+        updated = asyncio.Event()
+        checked = self._front.prompts.read(prompt, room=1)
+        (params,) = params_for_each(sampling_params, 1, self.info)
+
+        def on_update(_request: Request) -> None:
+            loop.call_soon_threadsafe(updated.set)
+
+        request = await asyncio.to_thread(self._front.start, checked, params, on_update, request_id)
+        try:
+            while True:
+                await updated.wait()
+                updated.clear()
+                with request.lock:
+                    output = copy(request.output)
+                    output.outputs = [copy(choice) for choice in output.outputs]
+                if output.finished:
+                    request.result()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            if not request.output.finished:
+                self._front.abort(request.output.request_id)
+
+    async def extract(
+        self,
+        prompts: Any,
+        *,
+        layers: LayersLike | None = None,
+        storage: str | os.PathLike[str] | None = None,
+        positions: Positions | None = None,
+        save_dtype: str | None = None,
+        overwrite: bool = False,
+    ) -> AsyncIterator[Extracted]:
+        """`LLM.extract` without blocking the event loop; leaving it early stops the engine."""
+        results = LLM.extract(
+            self,  # type: ignore[arg-type]  # it needs nothing but the core, which both have
+            prompts,
+            layers=layers,
+            storage=storage,
+            positions=positions,
+            save_dtype=save_dtype,
+            overwrite=overwrite,
+        )
+        end = object()
+        try:
+            while (sample := await asyncio.to_thread(next, results, end)) is not end:
+                assert isinstance(sample, Extracted)
+                yield sample
+        finally:
+            close = getattr(results, "close", None)
+            if close is not None:
+                await asyncio.to_thread(close)
+
+    async def abort(self, request_id: str) -> None:
+        """End a running request; its reader is told."""
+        await asyncio.to_thread(self._front.abort, request_id)
+
+    def close(self) -> None:
+        """End the engine; running requests end with an error."""
+        self._front.close()
+
+
+class _Config:
+    """The store's options, from the short or the long form."""
+
+    def __init__(self, options: StoreOptions, layers: LayersLike | None, stores: bool) -> None:
+        self.options = options
+        self.layers = layers
+        self.stores = stores
+
+    @classmethod
+    def build(
+        cls,
+        layers: LayersLike | None,
+        storage: str | os.PathLike[str] | None,
+        speculative_config: Mapping[str, Any] | None,
+        kv_transfer_config: KVTransferConfig | Mapping[str, Any] | None,
+    ) -> "_Config":
+        stores = storage is not None or kv_transfer_config is not None
+        options = StoreOptions()
+        if kv_transfer_config is not None:
+            options = KVTransferConfig.coerce(kv_transfer_config).store_options()
+        if storage is not None:
+            if kv_transfer_config is not None:
+                raise OptionError(
+                    "storage: give the folder once, here or as kv_connector_extra_config.shared_storage_path"
+                )
+            options = StoreOptions(shared_storage_path=os.fspath(storage))
+        named = [("layers", layers), ("kv_connector_extra_config.layers", options.layers)]
+        if speculative_config is not None:
+            named.append(("speculative_config", layers_of_speculative_config(speculative_config)))
+        given = [(name, value) for name, value in named if value is not None]
+        if len({str(value) for _, value in given}) > 1:
+            raise OptionError(f"layers: given twice and differently: {', '.join(f'{n}={v!r}' for n, v in given)}")
+        chosen = given[0][1] if given else None
+        if chosen is None and stores:
+            chosen = DEFAULT_LAYERS
+            logger.info("no layers were given: taking the preset %r", DEFAULT_LAYERS)
+        if options.allow_custom_save_path is True:
+            logger.warning(
+                "allow_custom_save_path is on: requests can write to any path that this process can write to; "
+                "only for trusted clients"
+            )
+        return cls(options, chosen, stores)
+
+
+def make_frontend(
+    model: str | os.PathLike[str],
+    engine: str,
+    config: _Config,
+    weights_version: str | None,
+    engine_options: Mapping[str, Any],
+) -> Frontend:
+    """Load the embedded engine."""
+    if engine != "transformers":
+        raise OptionError(f"engine: expected 'transformers' or 'vllm', got {engine!r}")
+    from layertap.engines.transformers.engine import TransformersEngine
+
+    return Frontend(
+        TransformersEngine(os.fspath(model), **engine_options),
+        config.options,
+        stores=config.stores,
+        layers=config.layers,
+        weights_version=weights_version,
+    )
+
+
+def params_for_each(sampling_params: Any, count: int, info: ModelInfo) -> list[SamplingParams]:
+    """One SamplingParams per prompt.
+
+    Raises:
+        OptionError: a list of another length, or a bad value.
+    """
+    if sampling_params is None:
+        return [SamplingParams(**info.generation_defaults)] * count
+    if isinstance(sampling_params, Sequence) and not isinstance(sampling_params, str):
+        if len(sampling_params) != count:
+            raise OptionError(
+                f"sampling_params: a list of {len(sampling_params)} for {count} prompts; give one, or one each"
+            )
+        return [SamplingParams.coerce(params) for params in sampling_params]
+    return [SamplingParams.coerce(sampling_params)] * count
+
+
+class _progress:  # noqa: N801 - reads as a function
+    """A progress bar on a terminal, nothing elsewhere."""
+
+    def __init__(self, total: int, wanted: bool) -> None:
+        self._total = total
+        self._wanted = wanted
+        self._bar: Any = None
+
+    def __enter__(self) -> Any:
+        if self._wanted:
+            from rich.console import Console
+
+            if Console(stderr=True).is_terminal:
+                from rich.progress import Progress
+
+                self._bar = Progress(console=Console(stderr=True), transient=True)
+                self._bar.start()
+                task = self._bar.add_task("generating", total=self._total)
+                return lambda: self._bar.advance(task)
+        return lambda: None
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
