@@ -1,0 +1,221 @@
+"""Everything that generation touches inside transformers beyond its documented API, in one place.
+
+transformers supplies the paged cache, the scheduler and the packed forward (continuous batching), and the preparation of
+inputs for one sequence with the model's own cache. Its manager's thread isn't used: the loop is ours (generate.py), it calls
+the batch processor's three steps itself. So there is no second thread to die, and between two steps nothing moves.
+
+What is touched is checked when it is first used (`check_shape`), and a change of its shape is an error that names the
+attribute, never a wrong row. Written for 5.17 to 5.19: 5.17 calls the page size `block_size` and switches attention to
+`paged|sdpa`.
+"""
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.utils import GenerationMode
+
+from layertap.errors import EngineError
+
+__all__ = ["OneSequence", "PagedRunner", "Scheduled", "private_view"]
+
+
+def private_view(model: nn.Module) -> nn.Module:
+    """The same weights under modules and a config of one's own.
+
+    Switching the attention of the view, or hooking its blocks, doesn't reach whoever else runs the model.
+    """
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        return model  # accelerate moves such a model's weights through its own hooks
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    hooks = [(module._forward_hooks, module._forward_pre_hooks) for module in model.modules()]
+    # A hook is a bound method of something that must not be copied along.
+    memo: dict[int, Any] = {**shared, **{id(table): type(table)() for pair in hooks for table in pair}}
+    return copy.deepcopy(model, memo)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scheduled:
+    """One request's part of the packed row that runs next.
+
+    Attributes:
+        key: the request.
+        offset: its first row in the packed row.
+        count: how many rows.
+        start: absolute position of the first.
+        samples: whether its last row's logits are the next token's.
+    """
+
+    key: str
+    offset: int
+    count: int
+    start: int
+    samples: bool
+
+
+class PagedRunner:
+    """transformers' continuous batching, step by step, with a sampler from outside."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_batch_tokens: int,
+        max_requests: int,
+    ) -> None:
+        self._model = model
+        self._choose: Callable[[Tensor], list[int]] | None = None
+        self._manager = _make_manager(model, num_pages, page_size, max_batch_tokens, max_requests)
+        processor = self._manager._create_batch_processor()
+        self._manager.batch_processor = processor
+        self._processor = processor
+        _check_shape(self._manager, processor)
+        processor.model_runner._sample = self._sample
+        self.capacity = _capacity(processor, page_size)
+        """Tokens that one request can have at most."""
+
+    def add(self, key: str, token_ids: list[int]) -> None:
+        """Queue a request; it ends only when it is removed."""
+        self._manager.add_request(token_ids, request_id=key, max_new_tokens=2**31 - 1, eos_token_id=-1)
+
+    def remove(self, key: str) -> None:
+        """Free a request; takes effect before the next step."""
+        self._manager.cancel_request(key)
+
+    def schedule(self) -> list[Scheduled]:
+        """Choose what runs next; empty if there is nothing, or nothing fits."""
+        if not self._processor.prepare_next_batch():
+            return []
+        scheduled = []
+        offset = 0
+        for future in self._processor.inputs_and_outputs.requests_in_batch:
+            state, count = future.state, future.query_length
+            scheduled.append(
+                Scheduled(state.request_id, offset, count, state.position_offset - count, future.has_new_token)
+            )
+            offset += count
+        return scheduled
+
+    def forward(self, choose: Callable[[Tensor], list[int]]) -> None:
+        """Run the scheduled rows; `choose` gets the logits and gives the tokens."""
+        self._choose = choose
+        try:
+            self._processor._generation_step(self._model)
+        finally:
+            self._choose = None
+        self._processor.update_batch()
+
+    def _sample(self, scores: Tensor, output_ids: Tensor) -> None:
+        num_sampled = sum(f.has_new_token for f in self._processor.inputs_and_outputs.requests_in_batch)
+        if num_sampled and self._choose is not None:  # rows past these are padding
+            tokens = self._choose(scores[0, :num_sampled])
+            output_ids[0, :num_sampled].copy_(torch.tensor(tokens, dtype=output_ids.dtype))
+
+    def close(self) -> None:
+        """Give the cache back."""
+        self._manager.batch_processor = None
+        self._processor.inputs_and_outputs = None
+        self._processor.cache = None
+
+
+def _make_manager(model: nn.Module, num_pages: int, page_size: int, max_batch_tokens: int, max_requests: int) -> Any:
+    names = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+    options: dict[str, Any] = {
+        "page_size" if "page_size" in names else "block_size": page_size,
+        "num_blocks": num_pages,
+        "max_batch_tokens": max_batch_tokens,
+        "max_requests_per_batch": min(max_requests, max_batch_tokens),
+        "allow_block_sharing": False,  # rows of a shared prefix would never be computed
+        "use_async_batching": False,
+        "use_cuda_graph": False,  # a replayed graph runs no Python, so no tap either
+        "auto_switch_to_flash": False,
+        "seed": 0,
+    }
+    config = ContinuousBatchingConfig(**{name: value for name, value in options.items() if name in names})
+    plain = GenerationConfig(do_sample=False, eos_token_id=-1)
+    make = getattr(model, "init_continuous_batching", None)
+    if make is None:
+        raise EngineError(f"{type(model).__name__} has no continuous batching in this version of transformers")
+    manager = make(generation_config=plain, continuous_batching_config=config)
+    # Making the processor seeds torch's global generators; that is the caller's business.
+    manager.distributed_helper.set_tp_seed = lambda *_: None
+    return manager
+
+
+def _check_shape(manager: Any, processor: Any) -> None:
+    wanted = [
+        (manager, ("add_request", "cancel_request")),
+        (processor, ("prepare_next_batch", "_generation_step", "update_batch", "inputs_and_outputs", "model_runner")),
+        (processor.inputs_and_outputs, ("requests_in_batch",)),
+        (processor.model_runner, ("_sample",)),
+        (processor.scheduler, ("has_pending_requests",)),
+    ]
+    for owner, names in wanted:
+        for name in names:
+            if not hasattr(owner, name):
+                raise EngineError(
+                    f"this version of transformers has no {type(owner).__name__}.{name}, which batched generation uses"
+                )
+    if list(inspect.signature(processor.model_runner._sample).parameters)[:2] != ["scores", "output_ids"]:
+        raise EngineError("this version of transformers calls ModelRunner._sample with other arguments")
+    if processor.use_async_batching or any(processor.cb_config.cuda_graph_booleans):
+        raise EngineError(
+            "this version of transformers doesn't let CUDA graphs and asynchronous batching be turned off"
+        )
+
+
+def _capacity(processor: Any, page_size: int) -> int:
+    cache = processor.cache
+    try:
+        from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
+    except ImportError:  # before 5.18
+        return int(cache.num_blocks * page_size // getattr(cache, "num_groups", 1))
+    return int(infer_max_single_request_tokens(cache))
+
+
+class OneSequence:
+    """One sequence through the model's own forward and cache, as the model's `generate` would run it."""
+
+    def __init__(self, model: Any, prompt_ids: list[int], *, max_len: int, use_cache: bool = True) -> None:
+        self._model = model
+        self._ids = torch.tensor([prompt_ids], dtype=torch.long, device=model.device)
+        self._first = True
+        self._use_cache = use_cache
+        accepted = set(inspect.signature(model.forward).parameters)
+        kwargs: dict[str, Any] = {"use_cache": use_cache}
+        if "attention_mask" in accepted:
+            kwargs["attention_mask"] = torch.ones_like(self._ids)
+        if "position_ids" in accepted:
+            kwargs["position_ids"] = model._prepare_position_ids_for_generation(self._ids, kwargs)
+        if model._supports_logits_to_keep():
+            kwargs["logits_to_keep"] = 1
+        if use_cache:
+            config = GenerationConfig(use_cache=True)
+            model._prepare_cache_for_generation(config, kwargs, GenerationMode.GREEDY_SEARCH, 1, max_len)
+        self._kwargs = kwargs
+
+    def prepare(self) -> tuple[dict[str, Any], int, int]:
+        """The inputs of the next forward, how many tokens they are and the position of the first."""
+        step: dict[str, Any] = {"is_first_iteration": True} if self._first else {}
+        if not self._first and self._use_cache:
+            step["next_sequence_length"] = 1
+        inputs = self._model.prepare_inputs_for_generation(self._ids, **step, **self._kwargs)
+        count = int(inputs["input_ids"].shape[1])
+        return inputs, count, self._ids.shape[1] - count
+
+    def take(self, outputs: Any) -> None:
+        """Keep the cache that a forward returned."""
+        self._first = False
+        self._kwargs = self._model._update_model_kwargs_for_generation(outputs, self._kwargs)
+
+    def append(self, token_id: int) -> None:
+        """The token that the next forward is fed."""
+        fresh = torch.tensor([[token_id]], dtype=torch.long, device=self._ids.device)
+        self._ids = torch.cat([self._ids, fresh], dim=1)

@@ -1,0 +1,223 @@
+"""The tap of generation: hooks on the blocks copy the rows that somebody is owed, and nothing else.
+
+Before a forward the stepper says which rows of the packed row belong to which capture. The hooks of the layers that are
+asked for copy those rows into one buffer per kind of capture; after the forward each capture gets its slice, together with
+the input ids that the model was really fed (taken from the call, not from our books: that is what makes the check in the
+assembly worth something). A hook never raises; what went wrong is kept and fails the captures of that step.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from layertap.assembly import Rows
+from layertap.capture.blocks import Blocks
+from layertap.capture.request import CaptureSpec
+from layertap.errors import EngineError
+
+__all__ = ["Chunk", "RowSink", "RowTap"]
+
+
+class RowSink(Protocol):
+    """Where the rows of one sequence go."""
+
+    @property
+    def spec(self) -> CaptureSpec:
+        """What is owed."""
+
+    def add(self, rows: Rows) -> None:
+        """Take a chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows of one sequence in the next forward.
+
+    Attributes:
+        key: whose rows.
+        spec: what is owed.
+        offset: the first row in the packed row.
+        count: how many rows.
+        start: absolute position of the first.
+    """
+
+    key: str
+    spec: CaptureSpec
+    offset: int
+    count: int
+    start: int
+
+    def owed(self) -> "Chunk | None":
+        """The part whose rows may be owed."""
+        candidates = self.spec.candidates
+        begin = max(self.start, candidates.start)
+        end = min(self.start + self.count, candidates.stop)
+        if begin >= end:
+            return None
+        return Chunk(self.key, self.spec, self.offset + begin - self.start, end - begin, begin)
+
+
+@dataclass(slots=True)
+class _Group:
+    """Chunks that want the same layers in the same dtype share one buffer [rows, layers, hidden]."""
+
+    layers: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: list[Chunk] = field(default_factory=list)
+    index: slice | Tensor | None = None
+    buffer: Tensor | None = None
+
+    def rows(self, hidden_TH: Tensor) -> Tensor:
+        if self.index is None:
+            places = [p for c in self.chunks for p in range(c.offset, c.offset + c.count)]
+            contiguous = places == list(range(places[0], places[0] + len(places)))
+            self.index = (
+                slice(places[0], places[0] + len(places))
+                if contiguous
+                else torch.tensor(places, device=hidden_TH.device)
+            )
+        return hidden_TH[self.index]
+
+
+class RowTap:
+    """Hooks on a model's blocks, shared by everything that generates with it.
+
+    Args:
+        model: the module whose forward is called.
+        found: its blocks, and how they carry the stream.
+    """
+
+    def __init__(self, model: nn.Module, found: Blocks) -> None:
+        self._found = found
+        self._groups: list[_Group] = []
+        self._fed: Tensor | None = None
+        self._fed_host: Tensor | None = None
+        self._host: list[Tensor] = []
+        self._ready: torch.Event | None = None
+        self.error: str | None = None
+        last = found.num_layers
+        self._handles = [
+            model.register_forward_pre_hook(self._on_start, with_kwargs=True),
+            model.register_forward_hook(self._on_end),
+            found.blocks[-1].register_forward_hook(
+                lambda _module, _args, out: self._on_stream(last, lambda: found.leaving(out))
+            ),
+        ]
+        for layer, block in enumerate(found.blocks):
+            self._handles.append(block.register_forward_pre_hook(self._entering(layer), with_kwargs=True))
+
+    def expect(self, chunks: Sequence[Chunk]) -> None:
+        """Say which rows of the next forward are wanted."""
+        groups: dict[tuple[tuple[int, ...], str], _Group] = {}
+        for chunk in chunks:
+            wanted = chunk.owed()
+            if wanted is not None:
+                kind = (chunk.spec.layers, chunk.spec.dtype)
+                group = groups.setdefault(kind, _Group(chunk.spec.layers, getattr(torch, chunk.spec.dtype)))
+                group.chunks.append(wanted)
+        self._groups = list(groups.values())
+        self._fed = self._fed_host = self._ready = None
+        self._host = []
+        self.error = None
+
+    def collect(self, step: int) -> list[tuple[str, Rows]]:
+        """The rows of the forward that just ran.
+
+        Raises:
+            EngineError: a hook failed or didn't run.
+        """
+        groups, self._groups = self._groups, []
+        if not groups:
+            return []
+        if self.error is None and (self._fed_host is None or len(self._host) != len(groups)):
+            self.error = "the model ran without passing its blocks"
+        if self.error is not None:
+            raise EngineError(f"hidden states couldn't be taken: {self.error}")
+        if self._ready is not None:
+            self._ready.synchronize()
+        assert self._fed_host is not None
+        fed = self._fed_host.numpy()
+        found: list[tuple[str, Rows]] = []
+        for group, host in zip(groups, self._host, strict=True):
+            data = _as_bytes(host)
+            begin = 0
+            for chunk in group.chunks:
+                ids = fed[chunk.offset : chunk.offset + chunk.count]
+                rows = data[begin : begin + chunk.count]
+                found.append((chunk.key, Rows(step, chunk.start, ids, slice(0, len(group.layers)), rows)))
+                begin += chunk.count
+        self._host = []
+        return found
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        if not self._groups or self.error is not None:
+            return
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - a hook that raises would end everybody's forward
+            self.error = f"{type(error).__name__}: {error}"
+
+    def _on_start(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        def work() -> None:
+            ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+            self._fed = ids.reshape(-1).to(torch.int64, copy=True)
+
+        self._guarded(work)
+
+    def _entering(self, layer: int) -> Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]:
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            self._on_stream(layer, lambda: self._found.entering(args, kwargs))
+
+        return hook
+
+    def _on_stream(self, layer: int, stream: Callable[[], Tensor]) -> None:
+        def work() -> None:
+            groups = [group for group in self._groups if layer in group.layers]
+            if not groups:
+                return
+            hidden_TH = stream().detach().flatten(0, -2)
+            for group in groups:
+                rows = group.rows(hidden_TH)
+                if group.buffer is None:
+                    shape = (rows.shape[0], len(group.layers), hidden_TH.shape[1])
+                    group.buffer = torch.empty(shape, dtype=group.dtype, device=rows.device)
+                group.buffer[:, group.layers.index(layer)] = rows
+
+        self._guarded(work)
+
+    def _on_end(self, _module: nn.Module, _args: tuple[Any, ...], _out: Any) -> None:
+        def work() -> None:
+            assert self._fed is not None
+            buffers = [group.buffer for group in self._groups]
+            if any(buffer is None for buffer in buffers):
+                raise EngineError("not every layer that was asked for was passed")
+            self._fed_host = _to_host(self._fed)
+            self._host = [_to_host(buffer) for buffer in buffers if buffer is not None]
+            if self._fed.device.type != "cpu":
+                self._ready = torch.Event(self._fed.device)
+                self._ready.record(torch.accelerator.current_stream(self._fed.device.index))
+
+        self._guarded(work)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _as_bytes(host_NLH: Tensor) -> NDArray[np.uint8]:
+    result: NDArray[np.uint8] = host_NLH.view(torch.uint8).numpy()
+    return result
