@@ -1,0 +1,223 @@
+"""Read a data set: a sequence of samples in the order of the input, by memory map, without copies.
+
+    ds = layertap.open_dataset("states")
+    len(ds), ds[0]["hidden_states"].shape, ds[-1]["token_ids"], [sample["index"] for sample in ds[10:20]]
+
+Opening reads the manifest and five columns of the index; a shard is mapped when the first of its samples is asked for.
+A set that is still being written can be opened; it shows the shards that are published.
+"""
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layertap.datasets.index import Lookup, SampleEntry, load_entries, load_lookup
+from layertap.datasets.manifest import Manifest, read_manifest
+from layertap.datasets.shards import MappedShard
+from layertap.datasets.writer import file_info
+from layertap.errors import CorruptError, ForeignError
+
+if TYPE_CHECKING:
+    import torch
+
+_MOST_MAPPED = 4096  # far below the kernel's usual limit of 65,530 mappings
+
+
+class DatasetItem(TypedDict):
+    """One sample."""
+
+    index: int
+    """Its place in the input, from 0."""
+    hidden_states: "torch.Tensor"
+    """[tokens, layers, hidden] in the saved dtype, a view of the mapped file."""
+    token_ids: "torch.Tensor"
+    """[tokens] int64."""
+    prompt_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An input that has no sample, and why."""
+
+    index: int
+    sample_id: str | None
+    reason: str
+
+
+def open_dataset(path: str | Path, *, verify: bool = False) -> "Dataset":
+    """Open a data set that `layertap extract` wrote.
+
+    Args:
+        path: its folder.
+        verify: compare each sample with its checksum when it is read.
+
+    Raises:
+        MissingError: there is no data set.
+        HiddenStatesError: manifest or index are damaged or of something else.
+    """
+    folder = Path(path).absolute()
+    manifest = read_manifest(folder)
+    return Dataset(folder, manifest, load_lookup(folder, manifest.id), verify=verify)
+
+
+class Dataset(Sequence[DatasetItem]):
+    """The samples of a data set. Slices are data sets, too; it can be pickled and sent to worker processes."""
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        lookup: Lookup,
+        *,
+        verify: bool,
+        selection: NDArray[np.int64] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._lookup = lookup
+        self._verify = verify
+        self._selection = np.arange(len(lookup)) if selection is None else selection
+        self._row_bytes = file_info(manifest).row_bytes
+        self._rows_in_file: NDArray[np.int64] | None = None
+        self._mapped: dict[int, MappedShard] = {}
+        self._entries: dict[int, list[SampleEntry]] = {}
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layer ids, in the order of the second axis of `hidden_states`."""
+        return self.manifest.rows.layers
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of `hidden_states`."""
+        return self.manifest.rows.save_dtype
+
+    @property
+    def hidden_size(self) -> int:
+        """Values per token and layer."""
+        return self.manifest.rows.hidden_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples."""
+        return int(self._lookup.tokens[self._selection].sum(dtype=np.int64))
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Tokens of each sample."""
+        return self._lookup.tokens[self._selection]
+
+    @property
+    def indices(self) -> NDArray[np.int64]:
+        """Place in the input of each sample; where inputs failed, it has gaps."""
+        return self._lookup.index[self._selection]
+
+    @property
+    def failures(self) -> list[Failure]:
+        """The inputs that have no sample, with the reason that was last on record."""
+        failed: dict[int, Failure] = {}
+        for number in range(len(self._lookup.parts)):
+            for entry in self._part(number):
+                if entry.error is not None:
+                    failed[entry.index] = Failure(entry.index, entry.sample_id, entry.error)
+        done = set(self._lookup.index.tolist())
+        return [failed[index] for index in sorted(failed) if index not in done]
+
+    def entry(self, position: int) -> SampleEntry:
+        """Return the line of the index of sample `position`: file, row, checksum, own id, ..."""
+        at = self._at(position)
+        return self._part(int(self._lookup.part[at]))[int(self._lookup.line[at])]
+
+    def verify(self) -> None:
+        """Compare every sample with its checksum.
+
+        Raises:
+            HiddenStatesError: the first that doesn't match, or can't be read.
+        """
+        for position in range(len(self)):
+            at = self._at(position)
+            self._check(at, self._shard(at))
+
+    def __len__(self) -> int:
+        return len(self._selection)
+
+    @overload
+    def __getitem__(self, position: int) -> DatasetItem: ...
+    @overload
+    def __getitem__(self, position: slice) -> "Dataset": ...
+    def __getitem__(self, position: int | slice) -> "DatasetItem | Dataset":
+        if isinstance(position, slice):
+            chosen = self._selection[position]
+            return Dataset(self.folder, self.manifest, self._lookup, verify=self._verify, selection=chosen)
+        import torch
+
+        at = self._at(position)
+        shard = self._shard(at)
+        if self._verify:
+            self._check(at, shard)
+        row, tokens = int(self._lookup.row[at]), int(self._lookup.tokens[at])
+        rows = torch.from_numpy(shard.rows(row, tokens).reshape(-1)).view(getattr(torch, self.dtype))
+        return DatasetItem(
+            index=int(self._lookup.index[at]),
+            hidden_states=rows.view(tokens, len(self.layers), self.hidden_size),
+            token_ids=torch.from_numpy(shard.token_ids(row, tokens)),
+            prompt_len=int(self._lookup.prompt_tokens[at]),
+        )
+
+    def __iter__(self) -> Iterator[DatasetItem]:
+        return (self[position] for position in range(len(self)))
+
+    def __repr__(self) -> str:
+        rows = self.manifest.rows
+        return (
+            f"<Dataset {self.folder.name!r}: {len(self)} samples, {self.num_tokens} tokens, layers {list(rows.layers)} "
+            f"of {rows.model}, {rows.save_dtype}>"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # mappings can't be pickled; the other process makes its own
+        return {**self.__dict__, "_mapped": {}}
+
+    def _at(self, position: int) -> int:
+        """Turn a position in this set, maybe negative, into a line of the lookup."""
+        number = operator.index(position)
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"sample {number} of a data set of {len(self)}")
+        return int(self._selection[number])
+
+    def _part(self, number: int) -> list[SampleEntry]:
+        if number not in self._entries:
+            self._entries[number] = load_entries(self._lookup.parts[number], self.manifest.id)
+        return self._entries[number]
+
+    def _shard(self, at: int) -> MappedShard:
+        number = int(self._lookup.file[at])
+        shard = self._mapped.get(number)
+        if shard is None:
+            name = self._lookup.files[number]
+            path = self.folder / name
+            if ".." in Path(name).parts or Path(name).is_absolute():
+                raise ForeignError(f"{self.folder}: the index names a file outside of the data set: {name}")
+            if len(self._mapped) >= _MOST_MAPPED:
+                self._mapped.pop(next(iter(self._mapped)))
+            shard = self._mapped[number] = MappedShard(path, self._row_bytes, self._expected_rows(number))
+        row, tokens = int(self._lookup.row[at]), int(self._lookup.tokens[at])
+        if row < 0 or tokens < 0 or row + tokens > shard.num_rows:
+            raise CorruptError(f"{shard.path}: the index names rows {row} to {row + tokens - 1} of {shard.num_rows}")
+        return shard
+
+    def _expected_rows(self, file: int) -> int:
+        if self._rows_in_file is None:
+            expected = np.zeros(len(self._lookup.files), np.int64)
+            np.maximum.at(expected, self._lookup.file, self._lookup.row + self._lookup.tokens)
+            self._rows_in_file = expected
+        return int(self._rows_in_file[file])
+
+    def _check(self, at: int, shard: MappedShard) -> None:
+        entry = self._part(int(self._lookup.part[at]))[int(self._lookup.line[at])]
+        shard.check(entry.row, entry.tokens, entry.checksum)

@@ -1,0 +1,132 @@
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from dataset_cases import ROW_BYTES, assert_holds, make_sample, write_dataset
+
+from layertap.datasets.index import part_paths
+from layertap.datasets.reader import open_dataset
+from layertap.datasets.writer import ShardOptions
+from layertap.errors import CorruptError, ForeignError, MissingError, TornError
+
+SMALL = ShardOptions(shard_bytes=30 * ROW_BYTES, fsync=False)
+
+
+@pytest.fixture
+def states(folder):
+    write_dataset(folder, [3, 0, 2, 5, 1, 7, 6], failures={5}, options=SMALL)
+    return folder
+
+
+def test_it_is_a_sequence_in_the_order_of_the_input(states):
+    ds = open_dataset(states)
+    assert len(ds) == 6
+    assert [item["index"] for item in ds] == [0, 1, 2, 3, 6, 7]
+    assert ds[-1]["index"] == 7
+    assert ds[np.int64(4)]["index"] == 6
+    assert [item["index"] for item in ds[1:-1:2]] == [1, 3]
+    assert [item["index"] for item in ds[::-1][:2]] == [7, 6]
+    assert len(ds[100:]) == 0
+    for position in (6, -7):
+        with pytest.raises(IndexError, match="of a data set of 6"):
+            ds[position]
+    with pytest.raises(TypeError):
+        ds["0"]
+
+
+def test_it_knows_what_it_holds(states):
+    ds = open_dataset(states)
+    samples = [make_sample(index) for index in (0, 1, 2, 3, 6, 7)]
+    assert ds.lengths.tolist() == [len(sample.token_ids) for sample in samples]
+    assert ds.num_tokens == sum(ds.lengths)
+    assert (ds.layers, ds.dtype, ds.hidden_size) == ((0, 3), "float32", 6)
+    assert [(one.index, one.reason) for one in ds.failures] == [(5, "no 5")]
+    assert ds.entry(-1).sample_id == "id-7"
+    assert "6 samples" in repr(ds)
+
+
+def test_items_are_tensors_over_the_mapped_file_without_copies(states):
+    ds = open_dataset(states)
+    first, second = ds[0]["hidden_states"], ds[0]["hidden_states"]
+    assert first.dtype == torch.float32
+    assert first.shape == (len(make_sample(0).token_ids), 2, 6)
+    assert first.data_ptr() == second.data_ptr()
+    assert ds[1]["token_ids"].dtype == torch.int64
+
+
+def test_half_precision_comes_in_its_own_dtype(folder):
+    from dataset_cases import make_manifest
+
+    write_dataset(folder, [0], manifest=make_manifest(save_dtype="bfloat16", hidden_size=12))
+    item = open_dataset(folder)[0]
+    assert item["hidden_states"].dtype == torch.bfloat16
+    expected = torch.from_numpy(make_sample(0).rows.copy()).view(torch.bfloat16)
+    assert torch.equal(item["hidden_states"].reshape(expected.shape).view(torch.int16), expected.view(torch.int16))
+
+
+def test_it_can_be_pickled_and_the_folder_can_be_moved(states, tmp_path):
+    ds = open_dataset(states)
+    ds[0]
+    copy = pickle.loads(pickle.dumps(ds[2:]))
+    assert [item["index"] for item in copy] == [2, 3, 6, 7]
+    shutil.move(states, tmp_path / "elsewhere")
+    assert_holds(tmp_path / "elsewhere", [0, 1, 2, 3, 6, 7])
+
+
+def test_a_loader_with_workers_reads_it(states):
+    loader = torch.utils.data.DataLoader(open_dataset(states), batch_size=None, num_workers=1)
+    assert [item["index"] for item in loader] == [0, 1, 2, 3, 6, 7]
+
+
+def test_damage_is_an_error_of_the_samples_that_it_touches(states):
+    shard = sorted(states.glob("shards/*.safetensors"))[0]
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    ds = open_dataset(states, verify=True)
+    touched = [position for position in range(len(ds)) if ds.entry(position).file == f"shards/{shard.name}"]
+    for position in range(len(ds)):
+        if position == touched[-1]:
+            with pytest.raises(CorruptError, match=shard.name):
+                ds[position]
+        else:
+            assert ds[position]["index"] == ds.indices[position]
+    with pytest.raises(CorruptError, match="don't match the checksum of the index"):
+        open_dataset(states).verify()
+
+
+def test_a_cut_or_missing_shard_is_a_clear_error_and_the_others_can_be_read(states):
+    shard = states / open_dataset(states).entry(0).file
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-9])
+    with pytest.raises(TornError, match="no whole number of rows"):
+        open_dataset(states)[0]
+    shard.unlink()
+    with pytest.raises(MissingError, match="the index names this file"):
+        open_dataset(states)[0]
+    assert open_dataset(states)[-1]["index"] == 7
+
+
+def test_a_damaged_index_is_an_error_not_a_shorter_set(states):
+    part = part_paths(states)[0]
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(CorruptError, match="the index can't be read"):
+        open_dataset(states)
+
+
+def test_parts_of_another_set_are_refused(states, tmp_path):
+    other = tmp_path / "other"
+    write_dataset(other, range(2))
+    for path in other.glob("shards/*"):
+        shutil.copy(path, states / "shards" / path.name.replace("w0-000000", "w0-000009"))
+    with pytest.raises(ForeignError, match="another data set"):
+        open_dataset(states)
+
+
+def test_an_empty_set_is_empty(folder):
+    write_dataset(folder, [])
+    assert list(open_dataset(folder)) == []
+    with pytest.raises(IndexError):
+        open_dataset(folder)[0]
