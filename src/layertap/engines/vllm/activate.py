@@ -1,0 +1,90 @@
+"""What is patched in vLLM once the connector is configured, and only then.
+
+- `WorkerWrapperBase.init_device`: the worker's `load_model` is followed by the installation of the tap, before vLLM profiles, compiles
+  or captures anything;
+- `VllmConfig.compute_hash`: a compile cache that was made without the tap, or with taps elsewhere, must not be used;
+- `InputProcessor.process_inputs`: a bad option is refused in the front end, before anything is generated.
+
+Each checks at run time whether the engine at hand has the connector, so other engines of the same process are untouched. Child
+processes learn through the environment that they are to activate (`plugin.register` runs in each of them).
+"""
+
+import functools
+import hashlib
+import os
+import threading
+from typing import Any
+
+from layertap.engines.vllm.plugin import ACTIVE_ENV
+
+_lock = threading.Lock()
+_active = False
+
+
+def activate() -> None:
+    """Patch this process. Idempotent."""
+    global _active
+    with _lock:
+        if _active:
+            return
+        _active = True
+        os.environ[ACTIVE_ENV] = "1"
+        _patch_worker()
+        _patch_hash()
+        _patch_front_end()
+
+
+def is_active() -> bool:
+    """Whether this process is patched."""
+    return _active
+
+
+def _patch_worker() -> None:
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    original = WorkerWrapperBase.init_device
+
+    @functools.wraps(original)
+    def init_device(self: Any) -> Any:
+        result = original(self)
+        from layertap.engines.vllm import worker
+
+        worker.watch_load(self.worker)
+        return result
+
+    WorkerWrapperBase.init_device = init_device
+
+
+def _patch_hash() -> None:
+    from vllm.config import VllmConfig
+
+    original = VllmConfig.compute_hash
+
+    @functools.wraps(original)
+    def compute_hash(self: Any) -> str:
+        plain = str(original(self))
+        from layertap import __version__
+        from layertap.engines.vllm.configured import configured
+
+        if self.model_config is None or (found := configured(self)) is None:
+            return plain
+        salted = f"{plain} layertap {__version__} {found.layers}"
+        return hashlib.sha256(salted.encode()).hexdigest()[: max(10, len(plain))]
+
+    VllmConfig.compute_hash = compute_hash  # type: ignore[method-assign]
+
+
+def _patch_front_end() -> None:
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    original = InputProcessor.process_inputs
+
+    @functools.wraps(original)
+    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = original(self, *args, **kwargs)
+        from layertap.engines.vllm import frontend_check
+
+        frontend_check.check(self, request)
+        return request
+
+    InputProcessor.process_inputs = process_inputs

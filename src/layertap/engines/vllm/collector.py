@@ -1,0 +1,137 @@
+"""From rows to captures, in the one worker that publishes: admission, rows of all pipeline stages, endings.
+
+Reservations (folder, lock, temporary file) run on their own threads beside the forward; the step in which a request first runs
+waits for them, so a reader never learns a path before its lock is held.
+"""
+
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from layertap.assembly import Rows
+from layertap.engines.vllm.messages import Finish, Order
+from layertap.engines.vllm.unpack import Running, Unpacker
+from layertap.files.publish import write_error
+from layertap.writing.recorder import Capture, Recorder, describe
+
+logger = logging.getLogger(__name__)
+
+_ADMISSION_THREADS = 4
+
+
+class Collector(Unpacker):
+    """See the module.
+
+    Args:
+        recorder: the corridor.
+        taps: layer ids of this worker.
+        dtype: compute dtype of the rows.
+        num_stages: pipeline stages that deliver rows; a capture is finished when all have.
+    """
+
+    def __init__(self, recorder: Recorder, taps: tuple[int, ...], dtype: torch.dtype, num_stages: int = 1) -> None:
+        self.recorder = recorder
+        self._num_stages = num_stages
+        self._captures: dict[str, Future[Capture]] = {}
+        self._stages_done: dict[str, int] = {}
+        self._finishes: dict[str, tuple[Running | None, Finish]] = {}
+        self._admissions = ThreadPoolExecutor(_ADMISSION_THREADS, thread_name_prefix="layertap-admit")
+        self._fresh: list[Future[Capture]] = []
+        super().__init__(taps, dtype)
+
+    def order(self, order: Order) -> None:
+        """Begin a capture; its reservation runs beside the forward."""
+        capture = self._admissions.submit(self._admit, order)
+        self._fresh.append(capture)
+        self._queue(lambda: self._captures.__setitem__(order.request_id, capture))
+        super().order(order)
+
+    def wait_for_admissions(self, timeout_seconds: float) -> None:
+        """Wait until the locks of new captures are held."""
+        if self._fresh:
+            wait_for_futures(self._fresh, timeout_seconds)
+            self._fresh.clear()
+
+    def rows_of_stage(self, request_id: str, rows: Rows) -> None:
+        """Rows of another pipeline stage."""
+        self._queue(lambda: self._add(request_id, rows))
+
+    def stage_lost(self, request_id: str, reason: str) -> None:
+        """Another stage lost rows of a request."""
+        self._queue(lambda: self._lose(request_id, reason))
+
+    def stage_done(self, request_id: str) -> None:
+        """Another stage has sent all rows of a request."""
+        self._queue(lambda: self._stage_done(request_id))
+
+    def emit(self, running: Running, rows: Rows) -> None:
+        self._add(running.order.request_id, rows)
+
+    def fail(self, running: Running, reason: str) -> None:
+        capture = self._capture(running.order.request_id)
+        if capture is not None:
+            capture.fail(reason)
+
+    def end(self, running: Running | None, finish: Finish) -> None:
+        self._finishes[finish.request_id] = (running, finish)
+        self._stage_done(finish.request_id)
+
+    def close(self) -> None:
+        super().close()
+        self._admissions.shutdown()
+        self.recorder.close()
+
+    def _admit(self, order: Order) -> Capture:
+        path = Path(order.path)
+        try:
+            return self.recorder.admit(
+                order.spec,
+                request_id=order.public_id,
+                path=path,
+                overwrite=order.overwrite,
+                facts={"tag": order.tag} if order.tag else None,
+            )
+        except FileExistsError as exc:  # no error file: beside somebody else's file it would be taken for that one's
+            self.recorder.note_failed(f"request {order.public_id}: {describe(exc)}")
+            raise
+        except Exception as exc:
+            reason = describe(exc)
+            self.recorder.note_failed(f"request {order.public_id}: {reason}")
+            try:
+                write_error(path, reason, order.public_id)
+            except OSError as second:
+                logger.warning("request %s: the reason can't be put on record: %s", order.public_id, describe(second))
+            raise
+
+    def _capture(self, request_id: str) -> Capture | None:
+        future = self._captures.get(request_id)
+        if future is None or future.exception() is not None:
+            return None
+        return future.result()
+
+    def _add(self, request_id: str, rows: Rows) -> None:
+        capture = self._capture(request_id)
+        if capture is not None:
+            capture.add(rows)
+        elif rows.release is not None:
+            rows.release()
+
+    def _stage_done(self, request_id: str) -> None:
+        done = self._stages_done.get(request_id, 0) + 1
+        if done < self._num_stages:
+            self._stages_done[request_id] = done
+            return
+        self._stages_done.pop(request_id, None)
+        running, finish = self._finishes.pop(request_id)
+        capture = self._capture(request_id)
+        self._captures.pop(request_id, None)
+        if capture is None or running is None or running.failure is not None:
+            return
+        if finish.failure is not None:
+            capture.fail(finish.failure)
+        else:
+            capture.finish(np.asarray(finish.token_ids, np.int64), finish.finish_reason)

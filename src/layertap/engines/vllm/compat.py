@@ -1,0 +1,153 @@
+"""Everything that depends on vLLM's version: the tried range, and where the two model runners keep a step's batch.
+
+The only module of the engine that reaches into private attributes of vLLM's runners. Tried with 0.26.0 (CUDA) and 0.32.0 (CPU).
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from layertap.errors import EngineError, UnsupportedModelError
+
+FIRST_VERSION, BELOW_VERSION = (0, 26), (0, 33)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A step's batch, as the runner laid it out.
+
+    Attributes:
+        request_ids: in row order.
+        query_starts: first row of each request, and the total.
+        computed: tokens computed before the step; may count drafts that will turn out rejected.
+        num_rows: rows of the step, without padding.
+        input_ids: on the device, at least num_rows.
+        positions: on the device, exact.
+    """
+
+    request_ids: list[str]
+    query_starts: NDArray[np.integer]
+    computed: NDArray[np.integer]
+    num_rows: int
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+
+
+def version() -> str:
+    """The installed vLLM's version."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def check_version() -> None:
+    """Refuse a vLLM outside of the tried range.
+
+    Raises:
+        EngineError: it says which versions are right.
+    """
+    found = re.match(r"(\d+)\.(\d+)", version())
+    numbers = (int(found[1]), int(found[2])) if found else None
+    if numbers is None or not FIRST_VERSION <= numbers < BELOW_VERSION:
+        raise EngineError(
+            f"layertap works with vLLM {'.'.join(map(str, FIRST_VERSION))} up to, not including, "
+            f"{'.'.join(map(str, BELOW_VERSION))}; found {version()}. Install another vLLM, or a newer layertap"
+        )
+
+
+def check_config(config: Any) -> None:
+    """Refuse what can't be supported.
+
+    Raises:
+        EngineError: one sentence that says what and why.
+    """
+    parallel = config.parallel_config
+    refused = {
+        "kv_sharing_fast_prefill: its later layers see only some rows": config.cache_config.kv_sharing_fast_prefill,
+        "dual-batch overlap (enable_dbo): a block sees only a part of the batch": getattr(parallel, "enable_dbo", False),
+        "prefill context parallelism: a rank sees only a part of the tokens": getattr(
+            parallel, "prefill_context_parallel_size", 1
+        )
+        > 1,
+        "an encoder-decoder model: vLLM runs none with a KV connector": config.model_config.is_encoder_decoder,
+        "a pooling model: there is nothing to generate": config.model_config.runner_type == "pooling",
+    }
+    for reason, found in refused.items():
+        if found:
+            raise EngineError(f"hidden states can't be taken with {reason}")
+
+
+def num_layers(config: Any) -> int:
+    """Blocks of the text decoder."""
+    text = config.model_config.hf_text_config
+    for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
+        value = getattr(text, name, None)
+        if isinstance(value, int):
+            return value
+    raise UnsupportedModelError(f"{config.model_config.model}: its configuration doesn't say how many blocks it has")
+
+
+def hidden_size(config: Any) -> int:
+    """Width of the residual stream."""
+    return int(config.model_config.get_hidden_size())
+
+
+def uses_v2_runner(runner: Any) -> bool:
+    """Whether this is vLLM's second model runner."""
+    return hasattr(runner, "prepare_inputs") and not hasattr(runner, "_prepare_inputs")
+
+
+def is_dummy_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of `execute_model` (V2) is a dummy run."""
+    return bool(kwargs.get("dummy_run", args[2] if len(args) > 2 else False))
+
+
+def layout_v1(runner: Any, num_scheduled: NDArray[np.integer]) -> Layout:
+    """The batch after `_prepare_inputs` of the first runner."""
+    batch = runner.input_batch
+    num_requests = batch.num_reqs
+    starts = np.zeros(num_requests + 1, np.int64)
+    np.cumsum(num_scheduled[:num_requests], out=starts[1:])
+    return Layout(
+        list(batch.req_ids),
+        starts,
+        batch.num_computed_tokens_cpu[:num_requests],
+        int(starts[-1]),
+        runner.input_ids.gpu,
+        runner.positions,
+    )
+
+
+def layout_v2(batch: Any) -> Layout:
+    """The batch that `prepare_inputs` of the second runner returned."""
+    return Layout(
+        list(batch.req_ids),
+        batch.query_start_loc_np,
+        batch.num_computed_tokens_np,
+        int(batch.num_tokens),
+        batch.input_ids,
+        batch.positions,
+    )
+
+
+def token_budget(config: Any) -> int:
+    """The most rows of one step, with padding."""
+    scheduler = config.scheduler_config
+    padded = config.compilation_config.max_cudagraph_capture_size or 0
+    return int(max(scheduler.max_num_batched_tokens, getattr(scheduler, "max_num_scheduled_tokens", 0) or 0, padded))
+
+
+def run_dummy(runner: Any, num_tokens: int) -> Any:
+    """Run a small forward without KV cache, as the memory profile does; returns the hidden states (None before the last stage)."""
+    if uses_v2_runner(runner):
+        return runner._dummy_run(num_tokens, skip_attn=True, is_profile=True)[0]
+    return runner._dummy_run(num_tokens, is_profile=True)[0]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """float32, bfloat16 or float16."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,88 @@
+"""What vLLM's configuration says about hidden states: whether the connector is configured, its options, the layers."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from layertap.capture.layers import resolve_layers
+from layertap.capture.options import StoreOptions
+from layertap.engines.vllm import compat
+from layertap.engines.vllm.plugin import CONNECTOR
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_LAYERS = "eagle3"
+_MULTI = "MultiConnector"
+_EXTRACTION = "extract_hidden_states"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configured:
+    """The connector's configuration, resolved against the model.
+
+    Attributes:
+        options: the store's options.
+        layers: what the server captures, in the order of the configuration.
+        num_layers: blocks of the model.
+        hidden_size: width of the residual stream.
+        dtype: compute dtype, by name.
+        shared: other connectors share `kv_transfer_params`.
+    """
+
+    options: StoreOptions
+    layers: tuple[int, ...]
+    num_layers: int
+    hidden_size: int
+    dtype: str
+    shared: bool
+
+
+def extra_config(kv_transfer_config: Any) -> Mapping[str, Any] | None:
+    """The connector's own options, also as a child of vLLM's MultiConnector; None where it isn't configured."""
+    if kv_transfer_config is None:
+        return None
+    extra: Mapping[str, Any] = kv_transfer_config.kv_connector_extra_config
+    if kv_transfer_config.kv_connector == CONNECTOR:
+        return extra
+    if kv_transfer_config.kv_connector == _MULTI:
+        for child in extra.get("connectors", ()):
+            if child.get("kv_connector") == CONNECTOR:
+                return dict(child.get("kv_connector_extra_config") or {})
+    return None
+
+
+def configured(config: Any) -> Configured | None:
+    """Resolve vLLM's configuration; None where the connector isn't configured.
+
+    Raises:
+        OptionError: an unknown option, a bad value, or a layer that doesn't exist.
+    """
+    extra = extra_config(config.kv_transfer_config)
+    if extra is None:
+        return None
+    options = StoreOptions.parse(extra)
+    num_layers = compat.num_layers(config)
+    wanted = options.layers
+    if wanted is None:
+        wanted = layers_of_extraction(config.speculative_config)
+    if wanted is None:
+        logger.info("no layers were given: taking the preset %r", DEFAULT_LAYERS)
+        wanted = DEFAULT_LAYERS
+    return Configured(
+        options=options,
+        layers=resolve_layers(wanted, num_layers),
+        num_layers=num_layers,
+        hidden_size=compat.hidden_size(config),
+        dtype=options.save_dtype or compat.dtype_name(config.model_config.dtype),
+        shared=config.kv_transfer_config.kv_connector == _MULTI,
+    )
+
+
+def layers_of_extraction(speculative_config: Any) -> tuple[int, ...] | None:
+    """The layer ids of vLLM's documented `extract_hidden_states` configuration, or None."""
+    if speculative_config is None or getattr(speculative_config, "method", None) != _EXTRACTION:
+        return None
+    draft = getattr(speculative_config, "draft_model_config", None)
+    ids = getattr(getattr(draft, "hf_config", None), "eagle_aux_hidden_state_layer_ids", None)
+    return tuple(int(layer) for layer in ids) if ids else None

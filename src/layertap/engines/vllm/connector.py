@@ -1,0 +1,204 @@
+"""`HiddenStatesConnector`: a store-only KV connector of vLLM that moves no KV.
+
+Its scheduler half turns requests into orders and tells the workers how they ended; rows are taken by the tap, not by the connector.
+KV blocks are never held, prefix caching stays on: a request whose prompt rows are owed doesn't read the prefix cache, but fills it.
+
+Importing this module activates layertap in this process: vLLM imports it when, and only when, the connector is configured.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from layertap.engines.vllm import activate, compat, worker
+from layertap.engines.vllm.configured import configured
+from layertap.engines.vllm.messages import Finish, News, Order
+from layertap.engines.vllm.orders import CHOICES_KEY, Asked, OrderDesk, handle
+from layertap.errors import EngineError
+from layertap.files.publish import write_error
+from layertap.writing.recorder import describe
+
+logger = logging.getLogger(__name__)
+
+activate.activate()
+
+
+@dataclass
+class NewsMetadata(KVConnectorMetadata):
+    """What goes to the workers with each step."""
+
+    news: News
+
+
+class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
+    """See the module."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        compat.check_version()
+        compat.check_config(vllm_config)
+        found = configured(vllm_config)
+        assert found is not None
+        self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
+        self._desk: OrderDesk | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._desk = OrderDesk(found, vllm_config.model_config.max_model_len)
+        elif not worker.is_installed(vllm_config):
+            raise EngineError(
+                "layertap's tap isn't in the model: its plugin was not active when the worker loaded the model. Is layertap "
+                "installed in the worker's environment, and allowed by VLLM_PLUGINS (plugin name 'layertap')?"
+            )
+        self._news = News(step=0)
+        self._orders: dict[str, Order] = {}
+        self._refused: dict[str, str] = {}
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Blocks are never read, so a preempted request may finish as it is."""
+        return False
+
+    # Scheduler's side.
+
+    def on_new_request(self, request: Any) -> None:
+        """Take an order. Never raises: that would end the engine."""
+        try:
+            self._take_order(request)
+        except Exception as exc:  # told to the reader, see _refuse
+            if not isinstance(exc, ValueError | OSError):
+                logger.exception("layertap: request %s", request.request_id)
+            self._refuse(request, describe(exc), exists=isinstance(exc, FileExistsError))
+
+    def _take_order(self, request: Any) -> None:
+        assert self._desk is not None
+        if request.sampling_params is None:
+            return
+        params = request.kv_transfer_params
+        order = self._desk.order(
+            Asked(
+                request_id=request.request_id,
+                params=params,
+                prompt_len=request.num_prompt_tokens,
+                max_tokens=request.max_tokens,
+                has_token_ids=request.prompt_token_ids is not None and request.prompt_embeds is None,
+            )
+        )
+        if order is None:
+            return
+        self._desk.reserve_tag(order, int((params or {}).get(CHOICES_KEY, 1)))
+        if order.spec.candidates.start < request.num_prompt_tokens - 1:
+            # rows of cached blocks aren't computed again; the last prompt token always is
+            request.skip_reading_prefix_cache = True
+        self._orders[request.request_id] = order
+        self._tell(order)
+
+    def _refuse(self, request: Any, reason: str, *, exists: bool) -> None:
+        self._refused[request.request_id] = reason
+        logger.warning("layertap: request %s is refused: %s", request.request_id, reason)
+        request.max_tokens = 1
+        if hasattr(request, "abort_immediately"):
+            request.abort_immediately = True
+        if exists or self._desk is None:
+            return
+        try:
+            path = self._desk.fallback_path(request.request_id)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_error(path, reason, request.request_id)
+        except OSError as exc:
+            logger.warning("layertap: request %s: its error can't be put on record: %s", request.request_id, exc)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Tell the workers; the blocks are free at once."""
+        try:
+            return False, self._finish(request)
+        except Exception:  # raising would end the engine
+            logger.exception("layertap: the end of request %s", request.request_id)
+            return False, None
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """As request_finished_all_groups."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def _finish(self, request: Any) -> dict[str, Any] | None:
+        refused = self._refused.pop(request.request_id, None)
+        if refused is not None:
+            return {"hidden_states_error": refused}
+        order = self._orders.pop(request.request_id, None)
+        if order is None:
+            return None
+        finished = request.get_finished_reason()
+        reason = "abort" if finished is None else str(finished)
+        failure = None
+        stops = bool(request.sampling_params.stop)  # stop strings are found in the front end, which then aborts here
+        if reason == "abort" and not stops:
+            failure = "the request was aborted before it was finished"
+        elif reason not in {"stop", "length", "abort", "repetition"}:
+            failure = f"the engine ended the request with {reason!r}"
+        self._tell(
+            Finish(
+                request_id=request.request_id,
+                token_ids=tuple(request.all_token_ids),
+                finish_reason="stop" if reason == "abort" and stops else reason,
+                failure=failure,
+            )
+        )
+        return handle(order)
+
+    def _tell(self, item: Order | Finish) -> None:
+        local = worker.local_tap(self._engine_id)
+        if local is None:
+            self._news.items.append(item)
+        else:  # the worker lives in this process: it must not have to wait for a step that may never come
+            local.apply([item])
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """What happened since the last step."""
+        news, self._news = self._news, News(step=self._news.step + 1)
+        return NewsMetadata(news)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Nothing is ever loaded."""
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Nothing is ever loaded."""
+
+    # Worker's side: the tap works without these hooks.
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing is ever loaded."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing is ever loaded."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """No KV is saved."""
+
+    def wait_for_save(self) -> None:
+        """No KV is saved."""
+
+    def shutdown(self) -> None:
+        """Publish what is finished, fail what isn't."""
+        if self.role == KVConnectorRole.WORKER:
+            worker.close_tap(self._engine_id)
+
+
+def news_of(metadata: Any) -> News | None:
+    """Our part of a step's connector metadata, also inside MultiConnector's."""
+    if isinstance(metadata, NewsMetadata):
+        return metadata.news
+    inner: Sequence[Any] = getattr(metadata, "metadata", None) or ()
+    for child in inner:
+        news = news_of(child)
+        if news is not None:
+            return news
+    return None

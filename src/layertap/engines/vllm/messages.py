@@ -1,0 +1,50 @@
+"""What the scheduler's process tells the workers: which requests to capture, and how they ended. Pickled with every step."""
+
+from dataclasses import dataclass, field
+
+from layertap.capture.request import CaptureSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Capture this request.
+
+    Attributes:
+        request_id: vLLM's internal id, by which the batch names it.
+        spec: what is owed.
+        path: where the file goes, absolute.
+        overwrite: replace an existing file.
+        public_id: the id that the client knows.
+        tag: the client's own id, or None.
+    """
+
+    request_id: str
+    spec: CaptureSpec
+    path: str
+    overwrite: bool
+    public_id: str
+    tag: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """The request ended.
+
+    Attributes:
+        token_ids: prompt and output.
+        finish_reason: as the client is told it ("stop", "length", ...).
+        failure: why there will be no file, or None.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    failure: str | None = None
+
+
+@dataclass(slots=True)
+class News:
+    """Orders and endings since the last step, in the order in which they came up."""
+
+    step: int
+    items: list[Order | Finish] = field(default_factory=list)

@@ -1,0 +1,92 @@
+"""The tap as a custom op: traced into compiled graphs and captured in CUDA graphs.
+
+`layertap::tap(hidden, residual, destinations, plans, table, control, tap)` writes row t of `hidden` (+ `residual`) into cell
+`destinations[t] + table[plans[t], tap]` of the arena whose address is in `control[0]`. It declares `control` as mutated: an op
+that mutates nothing and returns nothing is dropped by the compiler.
+"""
+
+import torch
+
+_SCHEMA = (
+    "tap(Tensor hidden, Tensor? residual, Tensor destinations, Tensor plans, Tensor table, Tensor(a!) control, int tap) -> ()"
+)
+_library: torch.library.Library | None = None
+_cpu_arenas: dict[int, torch.Tensor] = {}
+
+
+def define() -> None:
+    """Define the op in this process. Idempotent."""
+    global _library
+    if _library is not None:
+        return
+    library = torch.library.Library("layertap", "FRAGMENT")
+    library.define(_SCHEMA)
+    library.impl("tap", _tap_cpu, "CPU")
+    library.impl("tap", _tap_cuda, "CUDA")
+    torch.library.register_fake("layertap::tap", _tap_fake, lib=library)
+    _library = library
+
+
+def register_cpu_arena(arena: torch.Tensor) -> int:
+    """Make a CPU arena [cells, width] known by its address, which goes into the control tensor."""
+    _cpu_arenas[arena.data_ptr()] = arena
+    return arena.data_ptr()
+
+
+def forget_cpu_arena(arena: torch.Tensor) -> None:
+    """Drop a CPU arena."""
+    _cpu_arenas.pop(arena.data_ptr(), None)
+
+
+def _tap_cpu(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    destinations: torch.Tensor,
+    plans: torch.Tensor,
+    table: torch.Tensor,
+    control: torch.Tensor,
+    tap: int,
+) -> None:
+    arena = _cpu_arenas.get(int(control[0]))
+    if arena is None:  # dummy and profiling runs, before anything is captured
+        return
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    num_rows = min(hidden.shape[0], destinations.shape[0])
+    cells = destinations[:num_rows]
+    ranks = table[plans[:num_rows].long(), tap]
+    rows = ((cells >= 0) & (ranks >= 0)).nonzero().squeeze(1)
+    if not len(rows):
+        return
+    value = hidden[rows]
+    if residual is not None:
+        value = value + residual.reshape(-1, residual.shape[-1])[rows]
+    arena[(cells[rows] + ranks[rows]).long()] = value.to(arena.dtype)
+
+
+def _tap_cuda(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    destinations: torch.Tensor,
+    plans: torch.Tensor,
+    table: torch.Tensor,
+    control: torch.Tensor,
+    tap: int,
+) -> None:
+    from layertap.engines.vllm.kernels import tap_rows
+
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    if residual is not None:
+        residual = residual.reshape(-1, residual.shape[-1])
+    tap_rows(hidden, residual, destinations, plans, table, control, tap)
+
+
+def _tap_fake(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    destinations: torch.Tensor,
+    plans: torch.Tensor,
+    table: torch.Tensor,
+    control: torch.Tensor,
+    tap: int,
+) -> None:
+    return None

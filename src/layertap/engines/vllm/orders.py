@@ -1,0 +1,142 @@
+"""The scheduler's side: from a request's `kv_transfer_params` to an order, or to a refusal.
+
+Used twice: in the front end, where a bad option is a ValueError before anything is generated (an HTTP 400), and in the scheduler's
+process, where raising would end the engine and a bad option becomes a failed request with its error file.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from layertap.capture.layers import select_slots
+from layertap.capture.request import CaptureSpec, RequestOptions
+from layertap.engines.vllm.configured import Configured
+from layertap.engines.vllm.messages import Order
+from layertap.errors import OptionError, TargetExistsError
+from layertap.files.paths import SUFFIX, target_path
+from layertap.files.tags import reserve_tag, tag_path
+
+CHOICES_KEY = "layertap_choices"
+"""Put into kv_transfer_params by the front end where n > 1: the engine then sees one request per choice, all with the same options."""
+
+_CHILD = re.compile(r"(\d+)_(.+)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request as the engine sees it.
+
+    Attributes:
+        request_id: vLLM's.
+        params: its kv_transfer_params.
+        prompt_len: tokens of the prompt.
+        max_tokens: upper bound of generated tokens, within the model's length.
+        has_token_ids: the prompt is tokens, not embeddings.
+    """
+
+    request_id: str
+    params: Mapping[str, Any] | None
+    prompt_len: int
+    max_tokens: int
+    has_token_ids: bool
+
+
+class OrderDesk:
+    """Turns requests into orders. Knows no vLLM object.
+
+    Args:
+        configured: the connector's configuration.
+        max_model_len: the most tokens of a sequence.
+    """
+
+    def __init__(self, configured: Configured, max_model_len: int) -> None:
+        self.configured = configured
+        self._max_model_len = max_model_len
+
+    def order(self, asked: Asked) -> Order | None:
+        """The order of a request; None where nothing is to be captured.
+
+        Raises:
+            OptionError: a bad option.
+            TargetExistsError: the file exists.
+        """
+        mine = dict(asked.params or {})
+        choices = mine.pop(CHOICES_KEY, 1)
+        options = RequestOptions.parse(mine, foreign_keys_allowed=self.configured.shared)
+        store = self.configured.options
+        if not (store.capture_by_default if options.capture is None else options.capture):
+            return None
+        if not asked.has_token_ids:
+            raise OptionError("kv_transfer_params: hidden states of a prompt given as embeddings can't be checked; refused")
+        choice = _choice(asked.request_id) if choices > 1 else 0
+        path = target_path(store, asked.request_id, options.hidden_states_path)
+        if choice and options.hidden_states_path is not None and path.name == os.path.basename(options.hidden_states_path):
+            path = path.with_name(f"{path.name.removesuffix(SUFFIX)}-0-{choice}{SUFFIX}")
+        spec = CaptureSpec(
+            layers=self._layers(options),
+            dtype=options.save_dtype or self.configured.dtype,
+            hidden_size=self.configured.hidden_size,
+            prompt_len=asked.prompt_len,
+            max_tokens=max(1, min(asked.max_tokens, self._max_model_len - asked.prompt_len)),
+            window=options.window,
+        )
+        spec.window.admit(spec.prompt_len, spec.max_tokens)
+        if not options.overwrite and os.path.lexists(path):
+            raise TargetExistsError(f"{path} exists already; `overwrite` would replace it")
+        if options.tag is not None and not choice and tag_path(store.shared_storage_path, options.tag).exists():
+            raise OptionError(f"kv_transfer_params.tag: {options.tag!r} is taken by an earlier request; tags are used once")
+        return Order(
+            request_id=asked.request_id,
+            spec=spec,
+            path=str(path),
+            overwrite=options.overwrite,
+            public_id=asked.request_id,
+            tag=options.tag,
+        )
+
+    def reserve_tag(self, order: Order, choices: int = 1) -> None:
+        """Write the tag's record, once per request.
+
+        Raises:
+            OptionError: the tag is taken.
+            OSError: the storage can't be written to.
+        """
+        if order.tag is None or (choices > 1 and _choice(order.request_id)):
+            return
+        handles = [handle(order)]
+        if choices > 1:
+            handles = [self._sibling_handle(order, choice) for choice in range(choices)]
+        reserve_tag(self.configured.options.shared_storage_path, order.tag, order.public_id, handles)
+
+    def _sibling_handle(self, order: Order, choice: int) -> dict[str, str]:
+        parts = _CHILD.fullmatch(order.request_id)
+        sibling = order.request_id if parts is None else f"{choice}_{parts[2]}"
+        path = Path(order.path)
+        default = target_path(self.configured.options, order.request_id, None)
+        if path == default:
+            path = target_path(self.configured.options, sibling, None)
+        elif choice:
+            path = path.with_name(f"{path.name.removesuffix(SUFFIX)}-0-{choice}{SUFFIX}")
+        return {"hidden_states_path": str(path), "hidden_states_id": sibling}
+
+    def fallback_path(self, request_id: str) -> Path:
+        """Where the error of a request with bad options goes."""
+        return target_path(self.configured.options, request_id, None)
+
+    def _layers(self, options: RequestOptions) -> tuple[int, ...]:
+        if options.layers is None:
+            return self.configured.layers
+        return select_slots(options.layers, self.configured.layers, self.configured.num_layers)
+
+
+def handle(order: Order) -> dict[str, str]:
+    """What the client is told."""
+    return {"hidden_states_path": order.path, "hidden_states_id": order.public_id}
+
+
+def _choice(request_id: str) -> int:
+    parts = _CHILD.fullmatch(request_id)
+    return int(parts[1]) if parts else 0

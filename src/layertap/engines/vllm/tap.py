@@ -1,0 +1,363 @@
+"""The tap of one worker: maps and arena on the device, the op inside the blocks, and the way of each step's rows to the host.
+
+Per step: `begin` lays the batch out and fills the maps before the forward, the op scatters inside it, `end` sends the step's span to
+the host on a side stream. A `Step` then goes to the collector's thread, which waits for the copy. Where nothing is captured the
+maps say "skip" and nothing is copied. Every cell is marked before the forward: a cell that still carries the mark afterwards was
+never written, whatever the reason, and is never taken for a row.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from layertap.engines.vllm import ops
+from layertap.engines.vllm.arena import Ring, Span
+from layertap.engines.vllm.compat import Layout
+from layertap.engines.vllm.residual import Rule
+from layertap.engines.vllm.rowmap import SKIP, Chunk, PlanTable, Want, fill, lay_out
+
+_STAGING_BUFFERS = 4
+_MARK_BYTES = 8
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """The captured rows of one engine step, on their way to the host.
+
+    Attributes:
+        number: the scheduler's count.
+        chunks: what belongs to whom; tokens count from the batch's first row.
+        cells: uint8 [cells, bytes of a row]: valid after `wait`.
+        release: gives the host memory back; to be called once.
+    """
+
+    number: int
+    chunks: list[Chunk]
+    cells: NDArray[np.uint8]
+    release: Callable[[], None]
+    _positions_and_ids: torch.Tensor
+    _copied: Any = None
+
+    def wait(self) -> None:
+        """Wait for the copy from the device."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def positions_and_ids(self) -> NDArray[np.int64]:
+        """int64 [2, rows of the batch]; after `wait`."""
+        array: NDArray[np.int64] = self._positions_and_ids.numpy()
+        return array
+
+    def unwritten(self) -> NDArray[np.bool_]:
+        """For each cell whether the tap never wrote it."""
+        marks: NDArray[np.bool_] = (self.cells[:, :_MARK_BYTES] == 0xFF).all(axis=1)
+        return marks
+
+
+@dataclass(slots=True)
+class _Current:
+    chunks: list[Chunk]
+    span: Span
+    num_cells: int
+    positions_and_ids: torch.Tensor
+
+
+@dataclass(slots=True)
+class TapCounts:
+    """For metrics."""
+
+    steps: int = 0
+    bytes_copied: int = 0
+    waited_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _DeviceSide:
+    """What only exists on an accelerator."""
+
+    stream: Any
+    arena: torch.Tensor | None = None
+    pending: deque[tuple[Span, Any]] = field(default_factory=deque)
+
+
+class Tap:
+    """See the module.
+
+    Args:
+        taps: layer id of each tap of this worker, in the order of the table's columns.
+        hidden_size: width of a row.
+        dtype: compute dtype.
+        device: of the model.
+        max_rows: most rows of a step, with padding.
+        max_plans: most requests of a step.
+        host_bytes: limit of the host ring; one step always fits.
+    """
+
+    def __init__(
+        self,
+        taps: tuple[int, ...],
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_rows: int,
+        max_plans: int,
+        host_bytes: int,
+    ) -> None:
+        ops.define()
+        self.taps = taps
+        self.dtype = dtype
+        self.counts = TapCounts()
+        self._hidden_size = hidden_size
+        self._device = device
+        self._max_rows = max_rows
+        self._plans = PlanTable(max_plans, len(taps))
+        self._destinations = torch.full((max_rows,), SKIP, dtype=torch.int32, device=device)
+        self._plan_ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._table = torch.full((max_plans, max(len(taps), 1)), SKIP, dtype=torch.int32, device=device)
+        self._control = torch.zeros(2, dtype=torch.int64, device=device)
+        on_device = device.type != "cpu"
+        self._staging = [
+            torch.empty((2, max_rows), dtype=torch.int32, pin_memory=on_device) for _ in range(_STAGING_BUFFERS)
+        ]
+        self._staging_events: list[Any] = [None] * _STAGING_BUFFERS
+        self._next_staging = 0
+        self._dirty_rows = 0
+        self._current: _Current | None = None
+        self.cell_bytes = hidden_size * dtype.itemsize
+        self.step_cells = max_rows * max(len(taps), 1)
+        host_cells = max(self.step_cells, min(4 * self.step_cells, host_bytes // self.cell_bytes))
+        self._host = torch.empty((host_cells, hidden_size), dtype=dtype, pin_memory=on_device)
+        self._host_bytes: NDArray[np.uint8] = (
+            self._host.view(torch.uint8).numpy().reshape(host_cells, self.cell_bytes)
+        )
+        self.host_ring = Ring(host_cells)
+        self._arena_ring = self.host_ring
+        self._device_side: _DeviceSide | None = None
+        if on_device:
+            self._device_side = _DeviceSide(torch.cuda.Stream(device))
+            self._arena_ring = Ring(2 * self.step_cells)
+        else:
+            self._control[0] = ops.register_cpu_arena(self._host)
+        self._lock = threading.Lock()
+
+    def install(self, blocks: Mapping[int, nn.Module], rule: Rule, hidden_argument: int | str | None) -> None:
+        """Put the op into the blocks: id L behind block L - 1, id 0 in front of block 0."""
+        for column, layer in enumerate(self.taps):
+            block = blocks[max(layer - 1, 0)]
+            for name, value in self._buffers().items():
+                if name not in block._buffers:
+                    block.register_buffer(name, value, persistent=False)
+            if layer == 0:
+                _tap_input(block, column, hidden_argument)
+            else:
+                _tap_output(block, column, rule)
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        return {
+            "layertap_destinations": self._destinations,
+            "layertap_plans": self._plan_ids,
+            "layertap_table": self._table,
+            "layertap_control": self._control,
+        }
+
+    def reserve_arena(self) -> None:
+        """Allocate the device arena now instead of with the first captured step."""
+        side = self._device_side
+        if side is None or side.arena is not None:
+            return
+        side.arena = torch.empty((self._arena_ring.capacity, self._hidden_size), dtype=self.dtype, device=self._device)
+        self._control[0] = side.arena.data_ptr()
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of the device arena."""
+        return self._arena_ring.capacity * self.cell_bytes
+
+    def begin(self, layout: Layout, wants: Mapping[str, Want], slack: int = 0) -> None:
+        """Fill the maps for the step that is about to run."""
+        self.cancel()
+        if not wants:
+            return
+        chunks, num_cells = lay_out(layout.request_ids, layout.query_starts, layout.computed, wants, self._plans, slack)
+        if not num_cells:
+            return
+        self.reserve_arena()
+        span = self._take_arena(num_cells)
+        if span is None:
+            raise RuntimeError("the tap is closed")
+        try:
+            self._fill_maps(chunks, span.start, layout.num_rows)
+            self._mark(span)
+            self._current = _Current(chunks, span, num_cells, self._snapshot(layout))
+        except BaseException:
+            self.skip()
+            self._arena_ring.give_back(span)
+            raise
+
+    def skip(self) -> None:
+        """Make the maps skip every row."""
+        if self._dirty_rows:
+            self._destinations[: self._dirty_rows].fill_(SKIP)
+            self._dirty_rows = 0
+
+    def cancel(self) -> None:
+        """Forget a step that began but never ended (its forward failed)."""
+        self.skip()
+        if self._current is not None:
+            self._arena_ring.give_back(self._current.span)
+            self._current = None
+
+    def end(self, number: int) -> Step | None:
+        """After the forward was launched: send its rows to the host. None if it had none. May wait for room on the host."""
+        self.skip()  # a dummy run may follow, and must not write into cells that are still being read
+        current, self._current = self._current, None
+        if current is None:
+            return None
+        self.counts.steps += 1
+        self.counts.bytes_copied += current.num_cells * self.cell_bytes
+        if self._device_side is None:
+            span = current.span
+            return Step(
+                number,
+                current.chunks,
+                self._host_bytes[span.start : span.stop],
+                lambda: self.host_ring.give_back(span),
+                current.positions_and_ids,
+            )
+        return self._copy_to_host(number, current, self._device_side)
+
+    def close(self) -> None:
+        """Wake whoever waits for room."""
+        self.host_ring.close()
+        self._arena_ring.close()
+        if self._device_side is None:
+            ops.forget_cpu_arena(self._host)
+
+    def _copy_to_host(self, number: int, current: _Current, side: _DeviceSide) -> Step:
+        assert side.arena is not None
+        span = self.host_ring.take(current.num_cells)
+        if span is None:
+            self._arena_ring.give_back(current.span)
+            raise RuntimeError("the tap is closed")
+        computed = torch.cuda.Event()
+        computed.record()
+        facts = torch.empty(current.positions_and_ids.shape, dtype=torch.int64, pin_memory=True)
+        copied = torch.cuda.Event(blocking=True)
+        with torch.cuda.stream(side.stream):
+            side.stream.wait_event(computed)
+            self._host[span.start : span.stop].copy_(
+                side.arena[current.span.start : current.span.stop], non_blocking=True
+            )
+            facts.copy_(current.positions_and_ids, non_blocking=True)
+            copied.record(side.stream)
+        current.positions_and_ids.record_stream(side.stream)
+        side.pending.append((current.span, copied))
+        host_span = span
+        return Step(
+            number,
+            current.chunks,
+            self._host_bytes[span.start : span.stop],
+            lambda: self.host_ring.give_back(host_span),
+            facts,
+            copied,
+        )
+
+    def _take_arena(self, num_cells: int) -> Span | None:
+        side = self._device_side
+        if side is None:
+            return self._arena_ring.take(num_cells)
+        while side.pending and side.pending[0][1].query():
+            self._arena_ring.give_back(side.pending.popleft()[0])
+        while (span := self._arena_ring.try_take(num_cells)) is None:
+            if not side.pending:
+                raise RuntimeError(f"{num_cells} cells don't fit into the arena of {self._arena_ring.capacity}")
+            oldest, copied = side.pending.popleft()
+            copied.synchronize()
+            self._arena_ring.give_back(oldest)
+        return span
+
+    def _fill_maps(self, chunks: list[Chunk], first_cell: int, num_rows: int) -> None:
+        if num_rows > self._max_rows:
+            raise RuntimeError(f"a step of {num_rows} rows, {self._max_rows} were announced")
+        slot = self._next_staging
+        self._next_staging = (slot + 1) % _STAGING_BUFFERS
+        if self._staging_events[slot] is not None:
+            self._staging_events[slot].synchronize()
+        staging = self._staging[slot]
+        array = staging.numpy()
+        fill(array[0], array[1], chunks, first_cell, num_rows)
+        self._dirty_rows = num_rows
+        self._destinations[:num_rows].copy_(staging[0, :num_rows], non_blocking=True)
+        self._plan_ids[:num_rows].copy_(staging[1, :num_rows], non_blocking=True)
+        if self._plans.changed:  # rare: a set of layers that wasn't asked for lately
+            self._table.copy_(torch.from_numpy(self._plans.table))
+            self._plans.changed = False
+        if self._device_side is not None:
+            event = torch.cuda.Event()
+            event.record()
+            self._staging_events[slot] = event
+
+    def _mark(self, span: Span) -> None:
+        arena = self._host if self._device_side is None else self._device_side.arena
+        assert arena is not None
+        width = min(_MARK_BYTES // self.dtype.itemsize, self._hidden_size)
+        cells = arena[span.start : span.stop].view(torch.int16 if self.dtype.itemsize == 2 else torch.int32)
+        cells[:, :width].fill_(-1)
+
+    def _snapshot(self, layout: Layout) -> torch.Tensor:
+        """The step's positions and input ids, before the next step's overwrite them."""
+        snapshot = torch.empty((2, layout.num_rows), dtype=torch.int64, device=self._device)
+        snapshot[0].copy_(layout.positions[: layout.num_rows])
+        snapshot[1].copy_(layout.input_ids[: layout.num_rows])
+        return snapshot
+
+
+def _tap_output(block: Any, column: int, rule: Rule) -> None:
+    original = block.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        hidden, residual = output, None
+        if isinstance(output, tuple):
+            hidden = output[0]
+            if rule == "sum":
+                residual = output[1]
+        torch.ops.layertap.tap(
+            hidden,
+            residual,
+            block.layertap_destinations,
+            block.layertap_plans,
+            block.layertap_table,
+            block.layertap_control,
+            column,
+        )
+        return output
+
+    block.forward = forward
+
+
+def _tap_input(block: Any, column: int, hidden_argument: int | str | None) -> None:
+    original = block.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        hidden = args[hidden_argument] if isinstance(hidden_argument, int) else kwargs[hidden_argument]
+        torch.ops.layertap.tap(
+            hidden,
+            None,
+            block.layertap_destinations,
+            block.layertap_plans,
+            block.layertap_table,
+            block.layertap_control,
+            column,
+        )
+        return original(*args, **kwargs)
+
+    block.forward = forward

@@ -1,0 +1,234 @@
+"""From steps to rows: the thread that waits for each step's copy and cuts it into chunks, in order.
+
+The engine's thread only queues. Orders, steps and endings keep their order, so a request ends behind its last rows. A failure
+belongs to one request; it never reaches the engine. Who gets the rows is a subclass's: the collector of this process, or another
+pipeline stage.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from layertap.assembly import Rows
+from layertap.capture.request import SAVE_DTYPES
+from layertap.engines.vllm.messages import Finish, Order
+from layertap.engines.vllm.rowmap import SKIP, Chunk, Want
+from layertap.engines.vllm.tap import Step
+from layertap.writing.recorder import describe
+
+logger = logging.getLogger(__name__)
+
+LayerRun = tuple[int, int, slice]
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """One request that is being captured.
+
+    Attributes:
+        order: what is owed.
+        runs: (first, stop) of the packed layers of this worker, and the capture's slots that they are.
+        failure: why its rows are lost, once they are.
+    """
+
+    order: Order
+    runs: tuple[LayerRun, ...]
+    failure: str | None = None
+
+
+def layer_runs(layers: tuple[int, ...], held: frozenset[int]) -> tuple[LayerRun, ...]:
+    """Group the request's layers that are held here into runs of neighbouring slots, in packed order."""
+    runs: list[LayerRun] = []
+    for packed, slot in enumerate(slot for slot, layer in enumerate(layers) if layer in held):
+        if runs and runs[-1][2].stop == slot:
+            first, _, so_far = runs[-1]
+            runs[-1] = (first, packed + 1, slice(so_far.start, slot + 1))
+        else:
+            runs.append((packed, packed + 1, slice(slot, slot + 1)))
+    return tuple(runs)
+
+
+def want_of(order: Order, taps: tuple[int, ...]) -> Want:
+    """What the request wants of a worker with these taps."""
+    held = [layer for layer in order.spec.layers if layer in taps]
+    ranks = tuple(held.index(layer) if layer in held else SKIP for layer in taps)
+    return Want(candidates=order.spec.candidates, ranks=ranks, num_layers=len(held))
+
+
+class Unpacker:
+    """See the module. Subclasses say what becomes of rows, failures and endings; their methods run on its thread.
+
+    Args:
+        taps: layer ids of this worker.
+        dtype: compute dtype of the rows.
+    """
+
+    def __init__(self, taps: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._taps = frozenset(taps)
+        self._dtype = dtype
+        self._running: dict[str, Running] = {}
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="layertap-unpacker", daemon=True)
+        self._thread.start()
+
+    def emit(self, running: Running, rows: Rows) -> None:
+        """Rows of a request. Must see to it that `rows.release` is called."""
+        raise NotImplementedError
+
+    def fail(self, running: Running, reason: str) -> None:
+        """The rows of a request are lost; called once."""
+        raise NotImplementedError
+
+    def end(self, running: Running | None, finish: Finish) -> None:
+        """The request ended; all its rows of this worker were emitted."""
+        raise NotImplementedError
+
+    def order(self, order: Order) -> None:
+        """Begin a request."""
+        running = Running(order, layer_runs(order.spec.layers, self._taps))
+        self._queue(lambda: self._running.__setitem__(order.request_id, running))
+
+    def wait_for_admissions(self, timeout_seconds: float) -> None:
+        """Wait until readers may learn the paths of the requests ordered so far."""
+
+    def step(self, step: Step) -> None:
+        """Hand over a step's rows."""
+        self._queue(lambda: self._take(step))
+
+    def finish(self, finish: Finish) -> None:
+        """This worker has handed over all rows of the request."""
+        self._queue(lambda: self.end(self._running.pop(finish.request_id, None), finish))
+
+    def lose(self, request_ids: Iterable[str], reason: str) -> None:
+        """The rows of these requests can't be had any more."""
+        lost = list(request_ids)
+
+        def task() -> None:
+            for request_id in lost:
+                self._lose(request_id, reason)
+
+        self._queue(task)
+
+    def close(self) -> None:
+        """Hand over what is queued, fail what hasn't ended, and end. Idempotent."""
+        if self._thread.is_alive():
+            self._queue(self._fail_all)
+            self._tasks.put(None)
+            self._thread.join()
+
+    def _queue(self, task: Callable[[], None]) -> None:
+        self._tasks.put(task)
+
+    def _serve(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except Exception:  # the thread serves every request
+                logger.exception("layertap: a step's rows could not be handed over")
+
+    def _take(self, step: Step) -> None:
+        step.wait()
+        release = Countdown(step.release)
+        try:
+            positions, input_ids = step.positions_and_ids()
+            unwritten = step.unwritten()
+            for chunk in step.chunks:
+                running = self._running.get(chunk.request_id)
+                if running is None or running.failure is not None:
+                    continue
+                try:
+                    self._take_chunk(step, chunk, running, positions, input_ids, unwritten, release)
+                except Exception as exc:
+                    logger.exception("layertap: rows of request %s are lost", chunk.request_id)
+                    self._lose(chunk.request_id, describe(exc))
+        finally:
+            release.done()
+
+    def _take_chunk(
+        self,
+        step: Step,
+        chunk: Chunk,
+        running: Running,
+        positions: NDArray[np.int64],
+        input_ids: NDArray[np.int64],
+        unwritten: NDArray[np.bool_],
+        release: "Countdown",
+    ) -> None:
+        tokens = slice(chunk.first, chunk.stop)
+        num_rows = chunk.stop - chunk.first
+        cells = slice(chunk.cell, chunk.cell + num_rows * chunk.num_layers)
+        if unwritten[cells].any():
+            self._lose(
+                chunk.request_id,
+                f"{int(unwritten[cells].sum())} of {num_rows * chunk.num_layers} rows were never written by the tap: the "
+                "model ran without it (a compile cache of vLLM made without layertap?)",
+            )
+            return
+        start = int(positions[tokens][0])
+        if not np.array_equal(positions[tokens], np.arange(start, start + num_rows)):
+            self._lose(chunk.request_id, "the engine's positions of one chunk aren't consecutive")
+            return
+        data = step.cells[cells].reshape(num_rows, chunk.num_layers, -1)
+        converted = convert(data, self._dtype, running.order.spec.dtype)
+        for first, stop, slots in running.runs:
+            held = converted is data
+            if held:
+                release.add()
+            rows = Rows(
+                step=step.number,
+                start=start,
+                input_ids=input_ids[tokens],
+                slots=slots,
+                data=converted[:, first:stop],
+                release=release.done if held else None,
+            )
+            self.emit(running, rows)
+
+    def _lose(self, request_id: str, reason: str) -> None:
+        running = self._running.get(request_id)
+        if running is not None and running.failure is None:
+            running.failure = reason
+            self.fail(running, reason)
+
+    def _fail_all(self) -> None:
+        for request_id in list(self._running):
+            self._lose(request_id, "the engine was closed before the request was finished")
+        self._running.clear()
+
+
+def convert(data: NDArray[np.uint8], dtype: torch.dtype, saved: str) -> NDArray[np.uint8]:
+    """Rows [n, layers, bytes] in the dtype that is saved; the same array where that is the compute dtype."""
+    wanted: torch.dtype = getattr(torch, saved)
+    if wanted == dtype:
+        return data
+    values = torch.from_numpy(np.ascontiguousarray(data)).view(dtype).to(wanted)
+    out: NDArray[np.uint8] = values.view(torch.uint8).numpy()
+    return out.reshape(data.shape[0], data.shape[1], data.shape[2] // dtype.itemsize * SAVE_DTYPES[saved])
+
+
+class Countdown:
+    """Calls `release` once, when everybody who holds a part is done."""
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self._release = release
+        self._count = 1
+        self._lock = threading.Lock()
+
+    def add(self) -> None:
+        """One more holder."""
+        with self._lock:
+            self._count += 1
+
+    def done(self) -> None:
+        """One holder less."""
+        with self._lock:
+            self._count -= 1
+            last = self._count == 0
+        if last:
+            self._release()

@@ -1,0 +1,282 @@
+"""The worker's side: installs the tap after the model was loaded, and runs it around each step.
+
+No hook here may raise into the engine once it serves: what goes wrong is logged and fails the requests whose rows it costs.
+"""
+
+import atexit
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from layertap.engines.vllm import compat
+from layertap.engines.vllm.collector import Collector
+from layertap.engines.vllm.configured import Configured, configured
+from layertap.engines.vllm.layers import Blocks, find_blocks
+from layertap.engines.vllm.messages import Finish, Order
+from layertap.engines.vllm.residual import Rule, check_forms, decide, probe
+from layertap.engines.vllm.rowmap import Want
+from layertap.engines.vllm.stages import StageReceiver, StageSender, connect_stages
+from layertap.engines.vllm.tap import Tap
+from layertap.engines.vllm.unpack import Unpacker, want_of
+from layertap.errors import UnsupportedModelError
+from layertap.writing.recorder import Recorder, describe
+
+logger = logging.getLogger(__name__)
+
+_PROBE_TOKENS = 8
+_ADMISSION_SECONDS = 1.0
+_OUTSIDE_MARGIN_BYTES = 2 << 30
+
+_local_taps: dict[str, "WorkerTap"] = {}
+_installed: set[str] = set()
+_taps: dict[str, "WorkerTap"] = {}
+_installed: set[str] = set()
+
+
+def local_tap(engine_id: str) -> "WorkerTap | None":
+    """The tap of an engine whose only worker lives in this process."""
+    return _local_taps.get(engine_id)
+
+
+def close_tap(engine_id: str) -> None:
+    """End an engine's tap in this process."""
+    _local_taps.pop(engine_id, None)
+    tap = _taps.pop(engine_id, None)
+    if tap is not None:
+        tap.close()
+
+
+def is_installed(config: Any) -> bool:
+    """Whether the tap was installed for the engine of this configuration in this process."""
+    return str(config.kv_transfer_config.engine_id) in _installed
+
+
+def watch_load(worker: Any) -> None:
+    """Install the tap when `worker` has loaded its model, if the connector is configured."""
+    config = worker.vllm_config
+    found = configured(config)
+    if found is None:
+        return
+    original = worker.load_model
+
+    @functools.wraps(original)
+    def load_model(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        install(worker, found)
+        return result
+
+    worker.load_model = load_model
+
+
+def install(worker: Any, found: Configured) -> None:
+    """Find the blocks, decide the residual rule, put the tap in, and wrap the runner's step.
+
+    Raises:
+        UnsupportedModelError, EngineError: vLLM stops at start with the reason.
+    """
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    config, runner = worker.vllm_config, worker.model_runner
+    compat.check_version()
+    compat.check_config(config)
+    model = runner.get_model()
+    name = f"{config.model_config.model} ({type(model).__name__})"
+    blocks = find_blocks(model, found.num_layers, config.compilation_config.static_forward_context)
+    pp, tp = get_pp_group(), get_tp_group()
+    rule, hidden_argument = _decide(runner, model, blocks, found, name, pp)
+    engine_id = str(config.kv_transfer_config.engine_id)
+    _installed.add(engine_id)
+    if tp.rank_in_group != 0:  # the stream is the same on every rank
+        return
+    taps = tuple(
+        layer
+        for layer in sorted(found.layers)
+        if (layer - 1 in blocks.local if layer else 0 in blocks.local)
+    )
+    tap = Tap(
+        taps,
+        hidden_size=found.hidden_size,
+        dtype=config.model_config.dtype,
+        device=runner.device,
+        max_rows=compat.token_budget(config),
+        max_plans=config.scheduler_config.max_num_seqs,
+        host_bytes=found.options.byte_budget(),
+    )
+    tap.install(blocks.local, rule, hidden_argument)
+    _place_arena(tap, config, runner.device)
+    unpacker = _unpacker(config, found, taps, pp, rule)
+    slack = 0
+    if config.speculative_config is not None:
+        slack = 2 * (int(config.speculative_config.num_speculative_tokens or 0) + 1)
+    worker_tap = WorkerTap(tap, unpacker, taps, slack)
+    worker_tap.wrap(runner)
+    _taps[engine_id] = worker_tap
+    if config.parallel_config.world_size == 1:
+        _local_taps[engine_id] = worker_tap
+    atexit.register(close_tap, engine_id)
+    logger.info("layertap: taps %s of %s, stream = %s", list(taps), name, "h + r" if rule == "sum" else "h")
+
+
+def _decide(
+    runner: Any, model: Any, blocks: Blocks, found: Configured, name: str, pp: Any
+) -> tuple[Rule, int | str | None]:
+    seen, output = probe(model, blocks, found.hidden_size, lambda: compat.run_dummy(runner, _PROBE_TOKENS))
+    rule: Rule | None = None
+    problem: str | None = None
+    if pp.is_last_rank:
+        try:
+            rule = decide(seen, output if isinstance(output, torch.Tensor) else None, name)
+        except UnsupportedModelError as exc:
+            problem = str(exc)
+    last_form = seen.forms.get(max(blocks.local), "other")
+    if pp.world_size > 1:
+        rule, problem, last_form = pp.broadcast_object((rule, problem, last_form), src=pp.world_size - 1)
+    if rule is None:
+        raise UnsupportedModelError(problem or f"{name}: the residual stream was not found")
+    check_forms(seen.forms, last_form, rule, name)
+    if 0 in found.layers and 0 in blocks.local and seen.hidden_argument is None:
+        raise UnsupportedModelError(f"{name}: layer 0: the first block gets no tensor of the stream's width")
+    return rule, seen.hidden_argument
+
+
+def _place_arena(tap: Tap, config: Any, device: torch.device) -> None:
+    """Take the device arena from outside of vLLM's share where there is room, else from inside, so that vLLM accounts for it."""
+    if device.type == "cpu":
+        return
+    total = torch.cuda.mem_get_info(device)[1]
+    outside = total * (1 - config.cache_config.gpu_memory_utilization)
+    if outside < tap.arena_bytes + _OUTSIDE_MARGIN_BYTES:
+        tap.reserve_arena()
+
+
+def _unpacker(config: Any, found: Configured, taps: tuple[int, ...], pp: Any, rule: Rule) -> Unpacker:
+    dtype = config.model_config.dtype
+    address = connect_stages(pp) if pp.world_size > 1 else None
+    if address is not None and not pp.is_first_rank:
+        return StageSender(address, taps, dtype)
+    model = config.model_config
+    recorder = Recorder(
+        found.options,
+        model=str(model.model),
+        num_layers=found.num_layers,
+        facts={
+            "engine": "vllm",
+            "engine_version": compat.version(),
+            "compute_dtype": compat.dtype_name(dtype),
+            "revision": str(model.revision or ""),
+            "quantization": str(model.quantization or ""),
+            "residual": "single stream",
+            "replica": str(config.parallel_config.data_parallel_rank),
+        },
+    )
+    collector = Collector(recorder, taps, dtype, num_stages=pp.world_size)
+    if address is not None:
+        StageReceiver(address, collector, num_peers=pp.world_size - 1, limit_bytes=found.options.byte_budget())
+    return collector
+
+
+class WorkerTap:
+    """Runs the tap around the steps of one runner."""
+
+    def __init__(self, tap: Tap, unpacker: Unpacker, taps: tuple[int, ...], slack: int) -> None:
+        self.tap = tap
+        self.unpacker = unpacker
+        self._taps = taps
+        self._slack = slack
+        self._wants: dict[str, Want] = {}
+
+    def wrap(self, runner: Any) -> None:
+        """Wrap the runner's methods, on the instance."""
+        runner.execute_model = self._around_step(runner.execute_model, v2=compat.uses_v2_runner(runner))
+        if compat.uses_v2_runner(runner):
+            runner.prepare_inputs = self._after_prepare_v2(runner.prepare_inputs)
+        else:
+            runner._prepare_inputs = self._after_prepare_v1(runner, runner._prepare_inputs)
+
+    def apply(self, items: Sequence[Order | Finish]) -> None:
+        """Take orders and endings."""
+        for item in items:
+            if isinstance(item, Order):
+                self._wants[item.request_id] = want_of(item, self._taps)
+                self.unpacker.order(item)
+            else:
+                self._wants.pop(item.request_id, None)
+                self.unpacker.finish(item)
+
+    def close(self) -> None:
+        """Publish what is finished, fail what isn't. Never raises."""
+        try:
+            self.tap.host_ring.close()
+            self.unpacker.close()
+            self.tap.close()
+        except Exception:
+            logger.exception("layertap: closing")
+
+    def _around_step(self, original: Callable[..., Any], *, v2: bool) -> Callable[..., Any]:
+        from layertap.engines.vllm.connector import news_of
+
+        @functools.wraps(original)
+        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            if v2 and compat.is_dummy_call((scheduler_output, *args), kwargs):
+                return original(scheduler_output, *args, **kwargs)
+            number = -1
+            try:
+                news = news_of(scheduler_output.kv_connector_metadata)
+                if news is not None:
+                    number = news.step
+                    self.apply(news.items)
+            except Exception as exc:
+                self._lose_all(exc)
+            try:
+                result = original(scheduler_output, *args, **kwargs)
+            except BaseException:
+                self.tap.cancel()
+                raise
+            try:
+                step = self.tap.end(number)
+                if step is not None:
+                    self.unpacker.step(step)
+                self.unpacker.wait_for_admissions(_ADMISSION_SECONDS)
+            except Exception as exc:
+                self._lose_all(exc)
+            return result
+
+        return execute_model
+
+    def _after_prepare_v1(self, runner: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def prepare_inputs(scheduler_output: Any, num_scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(scheduler_output, num_scheduled, *args, **kwargs)
+            self._begin(lambda: compat.layout_v1(runner, num_scheduled))
+            return result
+
+        return prepare_inputs
+
+    def _after_prepare_v2(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
+            batch = original(*args, **kwargs)
+            self._begin(lambda: compat.layout_v2(batch))
+            return batch
+
+        return prepare_inputs
+
+    def _begin(self, layout: Callable[[], compat.Layout]) -> None:
+        if not self._wants:
+            return
+        try:
+            self.tap.begin(layout(), self._wants, self._slack)
+        except Exception as exc:
+            self._lose_all(exc)
+
+    def _lose_all(self, exc: Exception) -> None:
+        logger.error("layertap: the rows of a step are lost", exc_info=exc)
+        try:
+            self.tap.cancel()
+        except Exception:
+            logger.exception("layertap: the tap's maps could not be reset")
+        lost, self._wants = set(self._wants), {}
+        self.unpacker.lose(lost, f"the tap failed: {describe(exc)}")
