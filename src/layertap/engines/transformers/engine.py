@@ -1,0 +1,99 @@
+"""The embedded engine: any causal language model of transformers, on the CPU or one GPU, in the caller's process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from layertap.engines.base import ExtractJob, ModelInfo
+from layertap.engines.transformers.extract import Extractor
+from layertap.engines.transformers.load import Weights, open_model, open_tokenizer
+from layertap.engines.transformers.selftest import Routes
+from layertap.errors import ModelError
+
+__all__ = ["TransformersEngine"]
+
+logger = logging.getLogger(__name__)
+
+
+class TransformersEngine:
+    """Runs a model for extraction and generation; both share its weights. Thread-safe.
+
+    Args:
+        model: a folder, a hub id or a GGUF file.
+        dtype: "auto" (for the machine), "float32", "bfloat16" or "float16".
+        device: "cpu", "cuda", "cuda:1", ...; None takes a GPU if there is one.
+        revision: of the hub.
+        trust_remote_code: whether code of the checkpoint may run.
+        tokenizer: a folder or hub id, where the tokenizer isn't the model's.
+        max_model_len: a lower limit on the length of sequences.
+        max_num_batched_tokens: most tokens of a shared forward of `extract`; None chooses for the device.
+
+    Raises:
+        ModelError: the model can't be loaded.
+        OptionError: a device or dtype that can't be had.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        tokenizer: str | Path | None = None,
+        max_model_len: int | None = None,
+        max_num_batched_tokens: int | None = None,
+    ) -> None:
+        self._source = open_model(
+            model, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
+        )
+        self._tokenizer_source = tokenizer
+        self.weights = Weights(self._source)
+        layout = self.weights.layout
+        self.info = ModelInfo(
+            model=str(model),
+            revision=self._source.revision,
+            num_layers=self.weights.num_layers,
+            hidden_size=layout.hidden_size,
+            vocab_size=layout.vocab_size,
+            max_model_len=min(self._source.max_model_len, max_model_len or self._source.max_model_len),
+            dtype=str(self._source.dtype).removeprefix("torch."),
+            device=str(self._source.device),
+            engine="transformers",
+            engine_version=transformers.__version__,
+            quantization=self._source.quantization,
+            residual=layout.found.residual.note,
+        )
+        self._extractor = Extractor(
+            self.weights, max_model_len=self.info.max_model_len, budget_tokens=max_num_batched_tokens
+        )
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, or None where the model comes without one: prompts are token ids then."""
+        try:
+            return open_tokenizer(self._source, self._tokenizer_source)
+        except ModelError as exc:
+            if self._tokenizer_source is not None:
+                raise
+            logger.warning("prompts can only be token ids: %s", exc)
+            return None
+
+    def extract(self, jobs: Iterable[ExtractJob]) -> Iterator[int]:
+        """Run prompts as `jobs` are pulled; yields the index of each job whose rows have all been handed over (or failed)."""
+        return self._extractor.run(jobs)
+
+    def routes(self, depth: int | None = None) -> Routes:
+        """Say how prompts of this model may share a forward, with its first `depth` blocks (all of them if None)."""
+        return self._extractor.prepare(self.info.num_layers if depth is None else depth)
+
+    def close(self) -> None:
+        """End everything; running generations end with an error."""

@@ -1,0 +1,236 @@
+"""Extraction: prefill only, no cache, no head, no block past the deepest layer asked for.
+
+Jobs are pulled as they are needed, batched, run the way the self-test allows, and handed to their captures; the index of each
+job is yielded once its rows are all handed over. A consumer that stops pulling stops the engine. A job that can't be run fails by
+itself: a batch that breaks is run again one by one, and one that doesn't fit the device's memory in halves.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from layertap.assembly import Rows
+from layertap.engines.base import ExtractJob
+from layertap.engines.transformers.load import Weights
+from layertap.engines.transformers.packing import Item, Packer, Way
+from layertap.engines.transformers.passes import Passes
+from layertap.engines.transformers.selftest import Routes, choose_routes
+from layertap.engines.transformers.tap import Arena, Arenas
+from layertap.errors import LayertapError, PromptError
+
+__all__ = ["Extractor"]
+
+logger = logging.getLogger(__name__)
+
+_CPU_BUDGET_TOKENS = 2048
+_CUDA_BUDGET_TOKENS = 16_384
+_CPU_ARENA_BYTES = 512 * 2**20
+_CUDA_ARENA_BYTES = 4 * 2**30
+_LEAST_BUDGET_TOKENS = 256
+_COMPILE_AFTER_TOKENS = 150_000
+_STOPPED = "the extraction was stopped before this prompt's turn"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A batch whose rows are on their way to the host."""
+
+    jobs: Sequence[ExtractJob]
+    wanted: Sequence[range]
+    arena: Arena
+    step: int
+
+
+class Extractor:
+    """Runs extract jobs on the weights of one model. Thread-safe: forwards of several callers take turns.
+
+    Args:
+        weights: the model, loaded as deep as the jobs ask.
+        max_model_len: longest sequence that is allowed.
+        budget_tokens: most tokens of a shared forward; None chooses for the device.
+    """
+
+    def __init__(self, weights: Weights, *, max_model_len: int, budget_tokens: int | None = None) -> None:
+        self._weights = weights
+        self._max_model_len = max_model_len
+        self._vocab_size = weights.layout.vocab_size
+        self._hidden_size = weights.layout.hidden_size
+        device = weights.source.device
+        self._is_cuda = device.type == "cuda"
+        self.budget_tokens = budget_tokens or (_CUDA_BUDGET_TOKENS if self._is_cuda else _CPU_BUDGET_TOKENS)
+        self._arenas = Arenas(device, count=3 if self._is_cuda else 2)
+        self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
+        self._lock = threading.Lock()
+        self._passes: Passes | None = None
+        self._depth = -1
+        self._step = 0
+        self._tokens_run = 0
+        self._compiled = False
+        self.routes: Routes | None = None
+
+    def prepare(self, depth: int) -> Routes:
+        """Load at least `depth` blocks and decide which ways they can go."""
+        with self._lock:
+            return self._prepare(depth)
+
+    def _prepare(self, depth: int) -> Routes:
+        model = self._weights.at_least(depth)
+        if self.routes is None or self._passes is None or depth > self._depth:
+            self._depth = max(depth, self._weights.depth)
+            self._passes = Passes(model, self._weights.layout)
+            self._compiled = False
+            self.routes = choose_routes(model, self._weights.layout, self._depth)
+            logger.info("extraction goes %s", self.routes)
+        return self.routes
+
+    def run(self, jobs: Iterable[ExtractJob]) -> Iterator[int]:
+        """Run jobs; yields the index of each whose rows have been handed over, or that has failed."""
+        packer: Packer[ExtractJob] = Packer("alone", self.budget_tokens)
+        flights: deque[_Flight] = deque()
+        try:
+            for job in jobs:
+                if not self._admit(packer, job):
+                    yield job.index
+                while packer.full:
+                    yield from self._advance(packer, flights)
+            while len(packer):
+                yield from self._advance(packer, flights)
+            while flights:
+                yield from self._deliver(flights.popleft())
+        finally:
+            self._abandon(packer, flights)
+
+    def _admit(self, packer: Packer[ExtractJob], job: ExtractJob) -> bool:
+        """Queue a job, or fail it and return False."""
+        spec = job.capture.spec
+        try:
+            self._check(job)
+            routes = self.prepare(max(spec.layers))
+        except LayertapError as exc:
+            job.capture.fail(exc)
+            return False
+        limit = (_CUDA_ARENA_BYTES if self._is_cuda else _CPU_ARENA_BYTES) // spec.row_bytes
+        packer.way, packer.max_together = routes.way, routes.max_together
+        packer.budget = min(self.budget_tokens, max(limit, _LEAST_BUDGET_TOKENS))
+        packer.push(Item(job, len(job.token_ids), (spec.layers, spec.dtype)))
+        return True
+
+    def _check(self, job: ExtractJob) -> None:
+        ids = np.asarray(job.token_ids, np.int64)
+        if not len(ids):
+            raise PromptError("the prompt is empty")
+        if len(ids) > self._max_model_len:
+            raise PromptError(f"the prompt has {len(ids)} tokens, the model allows {self._max_model_len}")
+        outside = ids[(ids < 0) | (ids >= self._vocab_size)]
+        if len(outside):
+            raise PromptError(f"token id {int(outside[0])} isn't in the vocabulary, which has {self._vocab_size} ids")
+
+    def _advance(self, packer: Packer[ExtractJob], flights: deque[_Flight]) -> Iterator[int]:
+        """Run the next batch; on CUDA the one before it is delivered while it runs."""
+        batch = packer.pop()
+        for outcome in self._execute(batch.way, [item.value for item in batch.items]):
+            if isinstance(outcome, _Flight):
+                flights.append(outcome)
+            else:
+                yield outcome.index
+            while len(flights) > (1 if self._is_cuda else 0):
+                yield from self._deliver(flights.popleft())
+
+    def _execute(self, way: Way, jobs: list[ExtractJob]) -> Iterator[_Flight | ExtractJob]:
+        """Launch jobs together; where that breaks, in smaller parts. Yields what flies, and each job that failed."""
+        try:
+            flight = self._launch(way, jobs)
+        except torch.OutOfMemoryError as exc:
+            torch.cuda.empty_cache()
+            if len(jobs) == 1:
+                jobs[0].capture.fail(f"the device's memory is too small for {len(jobs[0].token_ids)} tokens: {exc}")
+                yield jobs[0]
+                return
+            self.budget_tokens = max(self.budget_tokens // 2, _LEAST_BUDGET_TOKENS)
+            logger.warning("out of device memory: %d tokens a batch from now on", self.budget_tokens)
+            half = len(jobs) // 2
+            parts: list[tuple[Way, list[ExtractJob]]] = [(way, jobs[:half]), (way, jobs[half:])]
+        except Exception as exc:
+            if way == "alone":
+                logger.exception("prompt %d failed", jobs[0].index)
+                jobs[0].capture.fail(f"the forward failed: {type(exc).__name__}: {exc}")
+                yield jobs[0]
+                return
+            logger.warning(
+                "a %s batch of %d failed (%s: %s); its prompts run alone", way, len(jobs), type(exc).__name__, exc
+            )
+            parts = [("alone", [job]) for job in jobs]
+        else:
+            yield flight
+            return
+        for part_way, part in parts:
+            yield from self._execute(part_way, part)
+
+    def _launch(self, way: Way, jobs: list[ExtractJob]) -> _Flight:
+        spec = jobs[0].capture.spec
+        wanted = [_wanted(job) for job in jobs]
+        num_rows = sum(len(positions) for positions in wanted)
+        arena = self._arenas.acquire(num_rows, len(spec.layers), self._hidden_size, _DTYPES[spec.dtype])
+        try:
+            with self._lock:
+                assert self._passes is not None
+                self._compile_when_worth_it(way, sum(len(job.token_ids) for job in jobs))
+                self._passes.run(way, [job.token_ids for job in jobs], wanted, spec.layers, arena.rows)
+                arena.fetch(self._stream)
+                self._step += 1
+                return _Flight(jobs, wanted, arena, self._step)
+        except BaseException:
+            arena.give_back()
+            raise
+
+    def _compile_when_worth_it(self, way: Way, num_tokens: int) -> None:
+        """Compiling pays on CUDA only when many tokens follow, which those that went before are the best sign of."""
+        self._tokens_run += num_tokens
+        if self._is_cuda and not self._compiled and way == "packed" and self._tokens_run > _COMPILE_AFTER_TOKENS:
+            assert self._passes is not None
+            self._passes.compile_packed()
+            self._compiled = True
+
+    def _deliver(self, flight: _Flight) -> Iterator[int]:
+        flight.arena.wait()
+        begin = 0
+        for job, positions in zip(flight.jobs, flight.wanted, strict=True):
+            end = begin + len(positions)
+            if positions:
+                data, release = flight.arena.share(begin, end)
+                ids = np.asarray(job.token_ids[positions.start : positions.stop], np.int64)
+                slots = slice(0, len(job.capture.spec.layers))
+                job.capture.add(
+                    Rows(
+                        step=flight.step, start=positions.start, input_ids=ids, slots=slots, data=data, release=release
+                    )
+                )
+            job.capture.finish(job.token_ids, "prefill")
+            begin = end
+        flight.arena.give_back()
+        yield from (job.index for job in flight.jobs)
+
+    def _abandon(self, packer: Packer[ExtractJob], flights: deque[_Flight]) -> None:
+        """Tell the readers of what was pulled but won't be delivered; nothing is left after a normal end."""
+        for flight in flights:
+            flight.arena.wait()
+            flight.arena.give_back()
+            for job in flight.jobs:
+                job.capture.fail(_STOPPED)
+        while len(packer):
+            for item in packer.pop().items:
+                item.value.capture.fail(_STOPPED)
+
+
+def _wanted(job: ExtractJob) -> range:
+    """Positions of the prompt whose rows may be owed."""
+    candidates = job.capture.spec.candidates
+    return range(candidates.start, min(candidates.stop, len(job.token_ids)))

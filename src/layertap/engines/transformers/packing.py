@@ -1,0 +1,131 @@
+"""Which sequences run together: batches within a token budget, in about the order of the input.
+
+A `Packer` holds a bounded look-ahead. Each batch starts with the sequence that has waited longest, so nothing starves and
+results come roughly in order; the room that is left is filled from the look-ahead. Packed batches cost the sum of their
+lengths, padded ones their longest length times their number, so those are filled with the sequences nearest in length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+__all__ = ["Batch", "Item", "Packer", "Way", "batches"]
+
+T = TypeVar("T")
+Way = Literal["packed", "padded", "alone"]
+
+_LOOK_AHEAD_ITEMS = 512
+_LOOK_AHEAD_BUDGETS = 4
+_MOST_PADDING = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Item(Generic[T]):
+    """One sequence to run.
+
+    Attributes:
+        value: what it is to the caller.
+        length: tokens.
+        group: only items of equal groups run together.
+    """
+
+    value: T
+    length: int
+    group: Hashable = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch(Generic[T]):
+    """Sequences that run in one forward."""
+
+    items: tuple[Item[T], ...]
+    way: Way
+
+    @property
+    def tokens(self) -> int:
+        """Tokens without padding."""
+        return sum(item.length for item in self.items)
+
+
+class Packer(Generic[T]):
+    """Turns a stream of sequences into batches.
+
+    Args:
+        way: how sequences may share a forward.
+        budget: most tokens of a shared forward, padding included. A longer sequence goes alone.
+        max_together: longest sequence that may share a forward, None for any.
+    """
+
+    def __init__(self, way: Way, budget: int, max_together: int | None = None) -> None:
+        self.way = way
+        self.budget = budget
+        self.max_together = max_together
+        self._waiting: list[Item[T]] = []
+        self._tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def full(self) -> bool:
+        """Whether looking further ahead would buy little."""
+        return len(self._waiting) >= _LOOK_AHEAD_ITEMS or self._tokens >= _LOOK_AHEAD_BUDGETS * self.budget
+
+    def push(self, item: Item[T]) -> None:
+        """Add a sequence to the look-ahead."""
+        self._waiting.append(item)
+        self._tokens += item.length
+
+    def pop(self) -> Batch[T]:
+        """Take the next batch; there must be a waiting sequence."""
+        first = self._waiting[0]
+        if self.way == "alone" or self._goes_alone(first):
+            chosen = [0]
+        elif self.way == "packed":
+            chosen = self._fill_packed(first)
+        else:
+            chosen = self._fill_padded(first)
+        taken = set(chosen)
+        items = tuple(self._waiting[i] for i in chosen)
+        self._waiting = [item for i, item in enumerate(self._waiting) if i not in taken]
+        self._tokens -= sum(item.length for item in items)
+        way: Way = "alone" if len(items) == 1 and self.way != "packed" else self.way
+        return Batch(items, way)
+
+    def _goes_alone(self, item: Item[T]) -> bool:
+        return item.length > self.budget or (self.max_together is not None and item.length > self.max_together)
+
+    def _partners(self, first: Item[T]) -> Iterator[int]:
+        for i, item in enumerate(self._waiting):
+            if i and item.group == first.group and not self._goes_alone(item):
+                yield i
+
+    def _fill_packed(self, first: Item[T]) -> list[int]:
+        chosen, left = [0], self.budget - first.length
+        for i in self._partners(first):
+            if self._waiting[i].length <= left:
+                chosen.append(i)
+                left -= self._waiting[i].length
+        return chosen
+
+    def _fill_padded(self, first: Item[T]) -> list[int]:
+        chosen, longest, tokens = [0], first.length, first.length
+        for i in sorted(self._partners(first), key=lambda i: abs(self._waiting[i].length - first.length)):
+            new_longest, new_tokens = max(longest, self._waiting[i].length), tokens + self._waiting[i].length
+            area = new_longest * (len(chosen) + 1)
+            if area <= self.budget and area - new_tokens <= _MOST_PADDING * area:
+                chosen.append(i)
+                longest, tokens = new_longest, new_tokens
+        return sorted(chosen)
+
+
+def batches(items: Iterable[Item[T]], packer: Packer[T]) -> Iterator[Batch[T]]:
+    """Pull items only as far as the look-ahead wants them, and yield batches until all have run."""
+    for item in items:
+        packer.push(item)
+        while packer.full:
+            yield packer.pop()
+    while len(packer):
+        yield packer.pop()

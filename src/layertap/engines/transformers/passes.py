@@ -1,0 +1,192 @@
+"""One forward over some sequences, by the way they may share it: packed end to end, right-padded, or alone.
+
+`Passes` holds the private views of a model that extraction runs (packed attention; the model's own) and the tap between them and a
+tensor [rows, layers, hidden]. Extraction and the self-test that decides about ways run exactly the same code.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from layertap.engines.transformers.attention import IMPLEMENTATION, Pack, configurations, packed, private_view, register
+from layertap.engines.transformers.packing import Way
+from layertap.engines.transformers.tap import Piece, Tap, run_to_exit
+
+if TYPE_CHECKING:
+    from layertap.engines.transformers.load import Layout
+
+__all__ = ["Passes", "length_limit"]
+
+
+class Passes:
+    """The ways through one model.
+
+    Args:
+        model: the model, loaded as deep as the layers that will be asked for. It is not changed.
+        layout: where its blocks are.
+        adapt: changes a view before it runs (the self-test shrinks windows).
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, adapt: Callable[[nn.Module], None] | None = None) -> None:
+        self.model = model
+        self.layout = layout
+        self.device = next(model.parameters()).device
+        self._adapt = adapt
+        accepted = inspect.signature(model.forward).parameters
+        self._options = {"use_cache": False} if "use_cache" in accepted or _takes_any(accepted) else {}
+        self._pad = _pad_id(model)
+
+    def _view(self, implementation: str | None) -> nn.Module:
+        view = private_view(self.model, implementation)
+        if self._adapt is not None:
+            self._adapt(view)
+        return view
+
+    @cached_property
+    def _plain(self) -> _View:
+        return _View(self._view(None), self.layout)
+
+    @cached_property
+    def _packed(self) -> _View:
+        register()
+        return _View(self._view(IMPLEMENTATION), self.layout)
+
+    def run(
+        self, way: Way, sequences: Sequence[Sequence[int]], wanted: Sequence[range], layers: Sequence[int], rows: Tensor
+    ) -> None:
+        """Run sequences in one forward and put the wanted rows of each, one after the other, into `rows`.
+
+        Args:
+            way: how they share the forward; "alone" is for one sequence.
+            sequences: token ids.
+            wanted: the positions of each whose rows are wanted.
+            layers: layer ids; slot i of `rows` takes layers[i].
+            rows: [rows, layers, hidden] on the model's device.
+        """
+        view = self._packed if way == "packed" else self._plain
+        view.restore_rotary()
+        if way == "packed":
+            self._run_packed(view, sequences, wanted, layers, rows)
+            return
+        longest = max(len(sequence) for sequence in sequences)
+        ids = torch.full((len(sequences), longest), self._pad, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for i, sequence in enumerate(sequences):
+            ids[i, : len(sequence)] = torch.as_tensor(sequence)
+            mask[i, : len(sequence)] = 1
+        inputs: dict[str, Any] = {"input_ids": ids.to(self.device)}
+        if way == "padded":
+            inputs["attention_mask"] = mask.to(self.device)
+        view.run(inputs | self._options, layers, rows, _pieces(wanted, [(i, 0) for i in range(len(sequences))]))
+
+    def _run_packed(
+        self,
+        view: _View,
+        sequences: Sequence[Sequence[int]],
+        wanted: Sequence[range],
+        layers: Sequence[int],
+        rows: Tensor,
+    ) -> None:
+        lengths = [len(sequence) for sequence in sequences]
+        ids = torch.cat([torch.as_tensor(sequence, dtype=torch.int64) for sequence in sequences])[None]
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        pack = Pack.of(lengths, self.device)
+        inputs: dict[str, Any] = {"input_ids": ids.to(self.device), "position_ids": positions.to(self.device)}
+        with packed(pack):
+            view.run(inputs | self._options, layers, rows, _pieces(wanted, [(0, begin) for begin in pack.bounds[:-1]]))
+
+    def compile_packed(self) -> None:
+        """Compile the blocks of the packed view; lengths stay dynamic, the attention stays one opaque operator."""
+        for block in self._packed.modules:
+            block.forward = torch.compile(block.forward, dynamic=True)
+
+
+class _View:
+    """A private view with its blocks, and the rotary state that it had when it was new."""
+
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        self.model = model
+        self.modules = layout.blocks_of(model)
+        self._residual = layout.residual_of(model)
+        self._rotary = [
+            (module, dict(module._buffers), _rotary_numbers(module))
+            for module in model.modules()
+            if _length_dependent(module)
+        ]
+
+    def restore_rotary(self) -> None:
+        """Undo what longer sequences left in rotary tables that grow, so that a row doesn't depend on what ran before."""
+        for module, buffers, numbers in self._rotary:
+            module._buffers.update(buffers)
+            for name, value in numbers.items():
+                setattr(module, name, value)
+
+    def run(self, inputs: dict[str, Any], layers: Sequence[int], rows: Tensor, pieces: Sequence[Piece]) -> None:
+        tap = Tap(self.modules, layers, self._residual)
+        with torch.no_grad(), tap.into(rows, pieces):
+            run_to_exit(lambda: self.model(**inputs))
+
+
+def length_limit(model: nn.Module) -> int | None:
+    """Longest sequence whose rotary table is the original one, for models whose table depends on the longest sequence."""
+    limits: list[int] = []
+    if any(_length_dependent(module) for module in model.modules()):
+        for config in configurations(model):
+            limits += _original_lengths(getattr(config, "rope_parameters", None))
+        for module in model.modules():
+            own = getattr(module, "original_max_seq_len", None)
+            if _length_dependent(module) and isinstance(own, int):
+                limits.append(own)
+    return min(limits) if limits else None
+
+
+def _original_lengths(rope: Any) -> list[int]:
+    if not isinstance(rope, dict):
+        return []
+    own = rope.get("original_max_position_embeddings")
+    inner = [length for value in rope.values() for length in _original_lengths(value)]
+    return inner + ([own] if isinstance(own, int) else [])
+
+
+def _length_dependent(module: nn.Module) -> bool:
+    """Whether transformers changes this rotary module's table with the length (the test is that of its own decorator)."""
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
+
+
+def _rotary_numbers(module: nn.Module) -> dict[str, Any]:
+    return {k: v for k, v in vars(module).items() if "max_seq_len_cached" in k or "attention_scaling" in k}
+
+
+def _pieces(wanted: Sequence[range], places: Sequence[tuple[int, int]]) -> list[Piece]:
+    """Where wanted rows lie in the stream and go in the arena; neighbours that stay neighbours become one copy."""
+    pieces: list[Piece] = []
+    row = 0
+    for positions, (batch, offset) in zip(wanted, places, strict=True):
+        if not positions:
+            continue
+        piece = Piece(batch, offset + positions.start, offset + positions.stop, row)
+        row += len(positions)
+        last = pieces[-1] if pieces else None
+        if last is not None and (last.batch, last.end) == (piece.batch, piece.begin):
+            pieces[-1] = Piece(last.batch, last.begin, piece.end, last.row)
+        else:
+            pieces.append(piece)
+    return pieces
+
+
+def _pad_id(model: nn.Module) -> int:
+    config: Any = model.config
+    pad = getattr(config.get_text_config(decoder=True), "pad_token_id", None)
+    return pad if isinstance(pad, int) and pad >= 0 else 0
+
+
+def _takes_any(parameters: Any) -> bool:
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())

@@ -1,0 +1,182 @@
+"""Which ways a loaded model can go, decided by numbers and never by its name.
+
+A few short sequences are run alone, packed and padded, and their rows compared in every layer that is loaded. Windows and
+chunks are first made so small, in private views, that they cut these short sequences: a window that packing loses shows at once.
+What a row moves by when only its sequence gets one token longer is the noise of the arithmetic; more than that is another
+sequence leaking in.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from layertap.engines.transformers.attention import configurations
+from layertap.engines.transformers.packing import Way
+from layertap.engines.transformers.passes import Passes, length_limit
+
+if TYPE_CHECKING:
+    from layertap.engines.transformers.load import Layout
+
+__all__ = ["Routes", "choose_routes"]
+
+logger = logging.getLogger(__name__)
+
+_LENGTHS = (9, 23, 5, 14)
+_WINDOW = 4
+_WINDOW_NAMES = ("window", "attention_chunk", "chunk_attention", "local_attention")
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+_SEED = 20_240
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routes:
+    """How the sequences of a model may share a forward.
+
+    Attributes:
+        packed: end to end in one row.
+        padded: side by side, padded on the right.
+        reason: what the self-test found.
+        max_together: longest sequence that may share a forward, or None for any; longer ones go alone.
+    """
+
+    packed: bool
+    padded: bool
+    reason: str
+    max_together: int | None = None
+
+    @property
+    def way(self) -> Way:
+        """The fastest way that gives right rows."""
+        return "packed" if self.packed else "padded" if self.padded else "alone"
+
+    def __str__(self) -> str:
+        bound = f" (up to {self.max_together} tokens)" if self.max_together is not None and self.way != "alone" else ""
+        return f"{self.way}{bound}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    good: bool
+    text: str
+
+
+def choose_routes(model: nn.Module, layout: Layout, depth: int) -> Routes:
+    """Run the self-test on the first `depth` blocks of a model."""
+    windows = _windows(model)
+    passes = Passes(model, layout, _shrink_windows if windows else None)
+    layers = tuple(range(depth + 1))
+    limit = length_limit(model)
+    sequences = _sequences(model, limit)
+    truth = _alone(passes, sequences, layers)
+    longer = _alone(passes, [[*sequence, sequence[0]] for sequence in sequences], layers)
+    tolerance = _TOLERANCE.get(truth[0].dtype, 3e-2)
+    noise = _difference(truth, [rows[:-1] for rows in longer])
+    if not noise < 10 * tolerance:
+        return Routes(
+            packed=False, padded=False, reason=f"rows move by {noise:.1e} when a token is appended: not causal"
+        )
+    bound = max(tolerance, 4 * noise)
+    packed = _compare(passes, "packed", sequences, layers, truth, bound)
+    if packed.good and windows and not _windows_bite(model, layout, sequences, layers, truth):
+        limit = min(windows) if limit is None else min(limit, *windows)
+    padded = _compare(passes, "padded", sequences, layers, truth, bound)
+    reason = f"packed {packed.text}, padded {padded.text}"
+    if limit is not None:
+        reason += f"; sequences over {limit} tokens go alone"
+    routes = Routes(packed=packed.good, padded=padded.good, reason=reason, max_together=limit)
+    logger.info("self-test over %d blocks: %s", depth, routes)
+    return routes
+
+
+def _sequences(model: nn.Module, limit: int | None) -> list[list[int]]:
+    config: Any = model.config
+    generator = torch.Generator().manual_seed(_SEED)
+    special = {
+        value
+        for c in configurations(model)
+        for name, value in vars(c).items()
+        if isinstance(value, int) and name.endswith(("token_id", "token_index"))
+    }
+    vocabulary = min(config.get_text_config(decoder=True).vocab_size, 50_000)
+    ordinary = [token for token in range(vocabulary) if token not in special]
+    lengths = [max(2, min(length, limit - 1)) if limit else length for length in _LENGTHS]
+    return [
+        [ordinary[int(i)] for i in torch.randint(len(ordinary), (length,), generator=generator)] for length in lengths
+    ]
+
+
+def _run(passes: Passes, way: Way, sequences: Sequence[Sequence[int]], layers: Sequence[int]) -> list[Tensor]:
+    dtype = next(passes.model.parameters()).dtype
+    lengths = [len(sequence) for sequence in sequences]
+    rows = torch.zeros(sum(lengths), len(layers), passes.layout.hidden_size, dtype=dtype, device=passes.device)
+    passes.run(way, sequences, [range(length) for length in lengths], layers, rows)
+    return list(torch.split(rows, lengths))
+
+
+def _alone(passes: Passes, sequences: Sequence[Sequence[int]], layers: Sequence[int]) -> list[Tensor]:
+    return [_run(passes, "alone", [sequence], layers)[0] for sequence in sequences]
+
+
+def _compare(
+    passes: Passes,
+    way: Way,
+    sequences: Sequence[Sequence[int]],
+    layers: Sequence[int],
+    truth: list[Tensor],
+    bound: float,
+) -> _Verdict:
+    try:
+        difference = _difference(truth, _run(passes, way, sequences, layers))
+    except Exception as exc:  # noqa: BLE001 - whatever a model raises here, it can't go this way; the reason is kept
+        return _Verdict(False, f"no ({type(exc).__name__}: {str(exc).splitlines()[0] if str(exc) else ''})")
+    if difference <= bound:
+        return _Verdict(True, f"yes ({difference:.0e})")
+    return _Verdict(False, f"no (rows differ by {difference:.1e})")
+
+
+def _difference(truth: Sequence[Tensor], rows: Sequence[Tensor]) -> float:
+    """Largest relative row error; in 16 bits the largest median of a sequence in a layer, since single rows are noisy there."""
+    worst = 0.0
+    for a, b in zip(truth, rows, strict=True):
+        exact, given = a.double(), b.double()
+        errors = (exact - given).norm(dim=-1) / exact.norm(dim=-1).clamp_min(1e-30)
+        errors = errors if a.dtype in (torch.float32, torch.float64) else errors.median(dim=0).values
+        worst = max(worst, float(errors.max())) if bool(torch.isfinite(errors).all()) else float("inf")
+    return worst
+
+
+def _window_fields(thing: Any) -> dict[str, int]:
+    """Numbers that say how far attention sees."""
+    return {
+        name: value
+        for name, value in vars(thing).items()
+        if isinstance(value, int) and not isinstance(value, bool) and value > _WINDOW and any(w in name for w in _WINDOW_NAMES)
+        and "layers" not in name
+    }  # fmt: skip
+
+
+def _windows(model: nn.Module) -> list[int]:
+    things: list[Any] = [*configurations(model), *model.modules()]
+    return [value for thing in things for value in _window_fields(thing).values()]
+
+
+def _shrink_windows(view: nn.Module) -> None:
+    things: list[Any] = [*configurations(view), *view.modules()]
+    for thing in things:
+        for name in _window_fields(thing):
+            setattr(thing, name, _WINDOW)
+
+
+def _windows_bite(
+    model: nn.Module, layout: Layout, sequences: Sequence[Sequence[int]], layers: Sequence[int], truth: list[Tensor]
+) -> bool:
+    """Whether shrinking the windows changed the rows, so that the comparison has tested them."""
+    return _difference(_alone(Passes(model, layout), sequences, layers), truth) > 10 * _TOLERANCE.get(
+        truth[0].dtype, 3e-2
+    )

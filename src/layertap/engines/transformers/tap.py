@@ -1,0 +1,203 @@
+"""The tap: copies the rows of the layers asked for out of a running forward, and ends it at the deepest one.
+
+A pre-hook on block L sees the stream that enters it; a hook on the last block sees what it puts out. Rows go straight to
+their place in an arena [rows, layers, hidden], in the dtype that is saved. On the CPU the arena is the buffer that the writer
+reads, so the tap is the only copy before the file's pages. On CUDA a device arena takes the rows at memory speed and one copy on a side
+stream brings it to pinned memory while the next batch runs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from layertap.capture.residual import Residual
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Arena", "Arenas", "EarlyExit", "Piece", "Tap", "run_to_exit"]
+
+
+class EarlyExit(BaseException):
+    """Ends a forward whose deepest layer has been taken. Not an Exception: no model may swallow it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of the stream that are wanted: `stream[batch, begin:end]` goes to arena rows from `row` on."""
+
+    batch: int
+    begin: int
+    end: int
+    row: int
+
+
+class Arena:
+    """Room for the rows of one batch; handed out again once every share of it has been released.
+
+    Attributes:
+        rows: [rows, layers, hidden] where the tap puts rows.
+    """
+
+    def __init__(self, owner: Arenas, nbytes: int, device: torch.device) -> None:
+        self._owner = owner
+        self._host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._device = torch.empty(nbytes, dtype=torch.uint8, device=device) if device.type == "cuda" else self._host
+        self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._shares = 0
+        self._lock = threading.Lock()
+        self.rows: Tensor = self._device
+        self._bytes = self._host
+
+    @property
+    def nbytes(self) -> int:
+        """Capacity."""
+        return self._host.numel()
+
+    def shape(self, rows: int, layers: int, hidden: int, dtype: torch.dtype) -> None:
+        """Lay the arena out for a batch."""
+        used = rows * layers * hidden * dtype.itemsize
+        self.rows = self._device[:used].view(dtype).view(rows, layers, hidden)
+        self._bytes = self._host[:used].view(rows, layers, hidden * dtype.itemsize)
+
+    def fetch(self, stream: torch.cuda.Stream | None) -> None:
+        """Start the copy to the host, after the kernels that filled the arena."""
+        if self._event is None or stream is None:
+            return
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            flat = self._bytes.view(-1)
+            flat.copy_(self._device[: flat.numel()], non_blocking=True)
+            self._event.record(stream)
+
+    def wait(self) -> None:
+        """Return once the rows are on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def share(self, begin: int, end: int) -> tuple[NDArray[np.uint8], Callable[[], None]]:
+        """Lend rows begin .. end - 1 as bytes [n, layers, hidden * itemsize], and the call that gives them back."""
+        with self._lock:
+            self._shares += 1
+        done = threading.Lock()
+
+        def release() -> None:
+            if done.acquire(blocking=False):
+                self.give_back()
+
+        return self._bytes[begin:end].numpy(), release
+
+    def hold(self) -> None:
+        """Keep the arena for the engine itself until `give_back`."""
+        with self._lock:
+            self._shares += 1
+
+    def give_back(self) -> None:
+        """Return one share; the last makes the arena free."""
+        with self._lock:
+            self._shares -= 1
+            free = self._shares == 0
+        if free:
+            self._owner.take_back(self)
+
+
+class Arenas:
+    """A few arenas, allocated once and reused; asking for one waits until the writer has caught up."""
+
+    def __init__(self, device: torch.device, count: int = 2) -> None:
+        self._device = device
+        self._free: list[Arena] = []
+        self._made = 0
+        self._count = count
+        self._changed = threading.Condition()
+
+    def acquire(self, rows: int, layers: int, hidden: int, dtype: torch.dtype) -> Arena:
+        """Take an arena with room for these rows; its user holds one share of it."""
+        nbytes = rows * layers * hidden * dtype.itemsize
+        with self._changed:
+            self._changed.wait_for(lambda: self._free or self._made < self._count)
+            if self._free:
+                arena = max(self._free, key=lambda a: a.nbytes)
+                self._free.remove(arena)
+                if arena.nbytes < nbytes:
+                    del arena
+                    arena = Arena(self, nbytes, self._device)
+            else:
+                arena = Arena(self, nbytes, self._device)
+                self._made += 1
+        arena.shape(rows, layers, hidden, dtype)
+        arena.hold()
+        return arena
+
+    def take_back(self, arena: Arena) -> None:
+        """Called by the arena when its last share is back."""
+        with self._changed:
+            self._free.append(arena)
+            self._changed.notify()
+
+
+class Tap:
+    """Hooks on the blocks asked for.
+
+    Args:
+        blocks: the blocks of the model, in order.
+        layers: ids; slot i of the arena takes layers[i].
+        residual: picks the stream [batch, tokens, hidden] out of what a block takes or gives.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], layers: Sequence[int], residual: Residual) -> None:
+        self._blocks = blocks
+        self._slots = {layer: slot for slot, layer in enumerate(layers)}
+        self._deepest = max(layers)
+        self._residual = residual
+
+    @contextmanager
+    def into(self, rows: Tensor, pieces: Sequence[Piece]) -> Iterator[None]:
+        """Copy what a forward in this context computes to `rows`."""
+        handles = []
+
+        def take(layer: int, stream: Tensor) -> None:
+            slot = self._slots[layer]
+            for piece in pieces:
+                target = rows[piece.row : piece.row + piece.end - piece.begin, slot]
+                target.copy_(stream[piece.batch, piece.begin : piece.end])
+            if layer == self._deepest:
+                raise EarlyExit
+
+        def entering(layer: int) -> Callable[..., None]:
+            return lambda module, args, kwargs: take(layer, self._residual.entering(args, kwargs))
+
+        def leaving(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            take(len(self._blocks), self._residual.leaving(output))
+
+        try:
+            for layer in self._slots:
+                if layer < len(self._blocks):
+                    handles.append(self._blocks[layer].register_forward_pre_hook(entering(layer), with_kwargs=True))
+                else:
+                    handles.append(self._blocks[-1].register_forward_hook(leaving, with_kwargs=True))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def run_to_exit(forward: Callable[[], Any]) -> None:
+    """Run a tapped forward to its early exit.
+
+    Raises:
+        RuntimeError: it came to its end: a block that was asked for never ran.
+    """
+    try:
+        forward()
+    except EarlyExit:
+        return
+    raise RuntimeError("the forward ended before the deepest layer was reached")
