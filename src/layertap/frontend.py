@@ -4,6 +4,7 @@
 before anything is computed for it.
 """
 
+import functools
 import itertools
 import secrets
 import threading
@@ -153,7 +154,7 @@ class Frontend:
                 params=params.replace(n=1, seed=seed),
                 max_tokens=max_tokens,
                 capture=captures[choice],
-                on_delta=lambda delta, choice=choice: request.take(choice, delta),
+                on_delta=functools.partial(request.take, choice),
             )
             self.engine.submit(job)
         return request

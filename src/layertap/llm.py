@@ -226,7 +226,7 @@ class LLM:
         try:
             for prompt, param in zip(prompts, params, strict=True):
                 requests.append(self._front.start(prompt, param, on_update))
-            with _progress(len(prompts), use_tqdm) as advance:
+            with _Progress(len(prompts), use_tqdm) as advance:
                 while done < len(requests):
                     ended.get()
                     done += 1
@@ -437,7 +437,7 @@ def params_for_each(sampling_params: Any, count: int, info: ModelInfo) -> list[S
     return [SamplingParams.coerce(sampling_params)] * count
 
 
-class _progress:  # noqa: N801 - reads as a function
+class _Progress:
     """A progress bar on a terminal, nothing elsewhere."""
 
     def __init__(self, total: int, wanted: bool) -> None:

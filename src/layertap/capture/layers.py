@@ -114,7 +114,7 @@ def _resolve_preset(name: str, num_layers: int) -> list[int]:
         count = int(preset[1]) if preset[1] else 5
         if count < 2:
             raise LayerError(f"layers: {name!r}: dflash takes at least 2 layers")
-        ids = [_round_half_even(i * (num_layers - 4), count - 1) + 2 for i in range(count)]
+        ids = [_round_half_even(i * (num_layers - 4) + count - 1, count - 1) + 1 for i in range(count)]
         return _spread(name, ids, num_layers)
     near = difflib.get_close_matches(name, ["all", "last", "eagle3", "dflash"], n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""

