@@ -6,6 +6,9 @@ The public names load on first use, so that importing layertap costs nothing and
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from layertap.errors import *  # noqa: F403 - the whole tree is public
+from layertap.errors import __all__ as _error_names
+
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -23,9 +26,6 @@ if TYPE_CHECKING:
     from layertap.files.read import cleanup_hidden_states, load_hidden_states
     from layertap.llm import LLM, AsyncLLM
     from layertap.params import KVTransferConfig, SamplingParams
-
-from layertap.errors import *  # noqa: F403 - the whole tree is public
-from layertap.errors import __all__ as _error_names
 
 __all__ = [
     "LLM",

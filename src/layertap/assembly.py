@@ -9,6 +9,7 @@ token at its position, which catches swapped, shifted and stale draft rows. A ho
 No I/O, no threads, no torch: `Assembly` only decides which bytes go to which row. Callers serialize their calls.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -155,5 +156,5 @@ def _equal_column_runs(flags: NDArray[np.bool_]) -> Iterator[tuple[slice, NDArra
     """Group neighbouring columns that are alike, so that whole rows stay one piece."""
     changes = np.flatnonzero((flags[:, 1:] != flags[:, :-1]).any(axis=0)) + 1
     bounds = [0, *(int(c) for c in changes), flags.shape[1]]
-    for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for begin, end in itertools.pairwise(bounds):
         yield slice(begin, end), flags[:, begin]

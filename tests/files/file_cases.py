@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from layertap.assembly import Rows
 from layertap.capture.options import StoreOptions
 from layertap.capture.request import CaptureSpec, Window
-from layertap.assembly import Rows
 from layertap.writing.recorder import Recorder
 
 FACTS = {"engine": "test", "engine_version": "0", "compute_dtype": "float32"}

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -124,7 +125,7 @@ def test_a_killed_writer_is_noticed_although_its_child_still_holds_the_lock(tmp_
     victim = fork.Process(target=_fork_and_hang, args=(path, started))
     victim.start()
     assert started.wait(60)
-    children = open(f"/proc/{victim.pid}/task/{victim.pid}/children").read().split()
+    children = Path(f"/proc/{victim.pid}/task/{victim.pid}/children").read_text().split()
     os.kill(victim.pid, signal.SIGKILL)
     victim.join()
     try:

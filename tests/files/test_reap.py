@@ -5,8 +5,8 @@ from file_cases import make_recorder, make_spec, write_sample
 
 from layertap.files.locks import WriterLock
 from layertap.files.paths import temporary_path
-from layertap.files.reap import reap
 from layertap.files.read import load_hidden_states
+from layertap.files.reap import reap
 
 
 def test_leftovers_of_a_dead_process_go_and_everything_alive_stays(tmp_path):

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layertap.assembly import Rows
+from layertap.capture.request import Window
 from layertap.errors import EngineError, OptionError
 from layertap.files.read import load_hidden_states
-from layertap.capture.request import Window
 
 
 def rows_of(data, ids, start, stop, step=0, slots=None, release=None):
