@@ -1,12 +1,13 @@
 """Which of a block's outputs is the residual stream: decided by numbers at load, never by a model's name.
 
 vLLM's fused models return (h, r) and the stream is h + r. Others return an h that is summed already beside a stale r, or a bare
-tensor. The test runs a small forward (no KV cache, attention gives zeros) with noise fed into the first block, keeps what the last
-block returned, and asks the module that runs next, the final norm: `norm(x)` equals what it put out for exactly one of x = h and
-x = h + r. A model where that is undecided is refused.
+tensor. The test runs a small forward without KV cache, with noise fed into the first and the last block and put in the place of
+what attention and state-space layers return (which is uninitialised memory then), keeps what the last block returned, and asks the
+module that runs next, the final norm: `norm(x)` equals what it put out for exactly one of x = h and x = h + r. A model where that is
+undecided is refused.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -41,28 +42,48 @@ class Seen:
     reader_output: torch.Tensor | None = None
 
 
-def probe(model: nn.Module, blocks: Blocks, hidden_size: int, forward: Callable[[], Any]) -> tuple[Seen, Any]:
-    """Run `forward` with noise in the first block's inputs and watch the blocks and what runs after the last."""
+def probe(
+    model: nn.Module, blocks: Blocks, hidden_size: int, mixers: Iterable[nn.Module], forward: Callable[[], Any]
+) -> tuple[Seen, Any]:
+    """Run `forward` on noise and watch the blocks and what runs after the last.
+
+    Args:
+        model: the whole model.
+        blocks: its blocks.
+        hidden_size: width of the stream.
+        mixers: the attention and state-space layers that vLLM registered.
+        forward: runs the model on a few tokens.
+    """
     seen = Seen()
     first, last = min(blocks.local), max(blocks.local)
     inside = {id(module) for block in blocks.local.values() for module in block.modules()}
     containers = _ancestors(model, blocks)
-    handles = []
+    handles: list[Any] = []
+    generator = torch.Generator(device="cpu").manual_seed(_SEED)  # the same on every rank
+
+    def noise(value: torch.Tensor) -> torch.Tensor:
+        fresh = torch.randn(value.shape, generator=generator, dtype=torch.float32)
+        return fresh.to(device=value.device, dtype=value.dtype)
 
     def feed_noise(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        generator = torch.Generator(device="cpu").manual_seed(_SEED)
+        def fed(value: Any) -> Any:
+            return noise(value) if _is_stream(value, hidden_size) else value
 
-        def noise(value: Any) -> Any:
-            if not _is_stream(value, hidden_size):
-                return value
-            fresh = torch.randn(value.shape, generator=generator, dtype=torch.float32)
-            return fresh.to(device=value.device, dtype=value.dtype)
-
+        if module is not blocks.local[first]:
+            return tuple(map(fed, args)), {name: fed(value) for name, value in kwargs.items()}
         places: list[int | str] = [i for i, value in enumerate(args) if _is_stream(value, hidden_size)]
         places += [name for name, value in kwargs.items() if _is_stream(value, hidden_size)]
         named = [place for place in places if place == "hidden_states"]
         seen.hidden_argument = named[0] if named else (places[0] if places else None)
-        return tuple(noise(value) for value in args), {name: noise(value) for name, value in kwargs.items()}
+        return tuple(map(fed, args)), {name: fed(value) for name, value in kwargs.items()}
+
+    def replace_mixed(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if isinstance(output, torch.Tensor) and output.is_floating_point():
+            return noise(output)
+        target = kwargs.get("output", args[-1] if args else None)
+        if output is None and isinstance(target, torch.Tensor) and target.is_floating_point():
+            target.copy_(noise(target))
+        return output
 
     def watch(index: int) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -80,7 +101,13 @@ def probe(model: nn.Module, blocks: Blocks, hidden_size: int, forward: Callable[
             seen.reader, seen.reader_output = module, value.detach().clone()
 
     try:
-        handles.append(blocks.local[first].register_forward_pre_hook(feed_noise, with_kwargs=True))
+        for index in {first, last}:
+            handles.append(blocks.local[index].register_forward_pre_hook(feed_noise, with_kwargs=True))
+        handles += [
+            mixer.register_forward_hook(replace_mixed, with_kwargs=True)
+            for mixer in mixers
+            if isinstance(mixer, nn.Module) and id(mixer) in inside
+        ]
         handles += [block.register_forward_hook(watch(index)) for index, block in blocks.local.items()]
         handles += [
             module.register_forward_hook(watch_reader)

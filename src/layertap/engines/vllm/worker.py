@@ -123,7 +123,8 @@ def install(worker: Any, found: Configured) -> None:
 def _decide(
     runner: Any, model: Any, blocks: Blocks, found: Configured, name: str, pp: Any
 ) -> tuple[Rule, int | str | None]:
-    seen, output = probe(model, blocks, found.hidden_size, lambda: compat.run_dummy(runner, _PROBE_TOKENS))
+    mixers = runner.compilation_config.static_forward_context.values()
+    seen, output = probe(model, blocks, found.hidden_size, mixers, lambda: compat.run_dummy(runner, _PROBE_TOKENS))
     rule: Rule | None = None
     problem: str | None = None
     if pp.is_last_rank:
