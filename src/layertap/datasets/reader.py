@@ -118,6 +118,11 @@ class Dataset(Sequence[DatasetItem]):
         return self._lookup.index[self._selection]
 
     @property
+    def files(self) -> list[str]:
+        """The files of its rows, relative to the folder."""
+        return [self._lookup.files[number] for number in np.unique(self._lookup.file[self._selection])]
+
+    @property
     def failures(self) -> list[Failure]:
         """The inputs that have no sample, with the reason that was last on record."""
         failed: dict[int, Failure] = {}
@@ -156,18 +161,24 @@ class Dataset(Sequence[DatasetItem]):
             return Dataset(self.folder, self.manifest, self._lookup, verify=self._verify, selection=chosen)
         import torch
 
+        raw, token_ids = self.raw(position)
+        at = self._at(position)
+        rows = torch.from_numpy(raw.reshape(-1)).view(getattr(torch, self.dtype))
+        return DatasetItem(
+            index=int(self._lookup.index[at]),
+            hidden_states=rows.view(len(token_ids), len(self.layers), self.hidden_size),
+            token_ids=torch.from_numpy(token_ids),
+            prompt_len=int(self._lookup.prompt_tokens[at]),
+        )
+
+    def raw(self, position: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """Return the bytes [tokens, bytes of a row] and the token ids of a sample, without torch."""
         at = self._at(position)
         shard = self._shard(at)
         if self._verify:
             self._check(at, shard)
         row, tokens = int(self._lookup.row[at]), int(self._lookup.tokens[at])
-        rows = torch.from_numpy(shard.rows(row, tokens).reshape(-1)).view(getattr(torch, self.dtype))
-        return DatasetItem(
-            index=int(self._lookup.index[at]),
-            hidden_states=rows.view(tokens, len(self.layers), self.hidden_size),
-            token_ids=torch.from_numpy(shard.token_ids(row, tokens)),
-            prompt_len=int(self._lookup.prompt_tokens[at]),
-        )
+        return shard.rows(row, tokens), shard.token_ids(row, tokens)
 
     def __iter__(self) -> Iterator[DatasetItem]:
         return (self[position] for position in range(len(self)))

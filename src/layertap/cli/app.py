@@ -1,0 +1,43 @@
+"""The list of commands."""
+
+import importlib
+
+import typer
+
+from layertap import __version__
+
+COMMANDS = {
+    "extract": "layertap.cli.extract:extract",
+    "inspect": "layertap.cli.inspect:inspect",
+    "verify": "layertap.cli.verify:verify",
+    "clean": "layertap.cli.clean:clean",
+}
+"""Name -> function, in the order of the help. The modules are cheap to import; the work behind them isn't."""
+
+EPILOG = "Exit codes: 0 done; 1 failed; 2 wrong options; 3 done, but some prompts failed or something is damaged; 130 stopped."
+
+
+def make_app() -> typer.Typer:
+    """Build the command line."""
+    app = typer.Typer(
+        name="layertap",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode="rich",
+        pretty_exceptions_enable=False,
+        help="Hidden states out of LLM inference: any layers of any model, never wrong in silence.",
+        epilog=EPILOG,
+    )
+
+    @app.callback(invoke_without_command=True)
+    def root(
+        version: bool = typer.Option(False, "--version", help="Print the version."),
+    ) -> None:
+        if version:
+            typer.echo(__version__)
+            raise typer.Exit
+
+    for name, place in COMMANDS.items():
+        module, _, function = place.partition(":")
+        app.command(name)(getattr(importlib.import_module(module), function))
+    return app

@@ -1,0 +1,206 @@
+"""`layertap extract`: an input file through a model into a data set."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from layertap.cli.reporting import (
+    PARTLY,
+    STOPPED,
+    errors_explained,
+    parse_bytes,
+    plural,
+    quiet_libraries,
+    say,
+    say_error,
+)
+from layertap.cli.stopping import GracefulStop
+
+if TYPE_CHECKING:
+    from layertap.datasets.extraction import RunOptions, RunReport
+    from layertap.datasets.inputs import InputFile
+
+_SHOWN_FAILURES = 10
+_RUN, _INPUT, _MODEL = "What to take", "Input", "Model and engine"
+
+
+def extract(
+    model: Annotated[str, typer.Argument(help="Folder, hub id or GGUF file.", show_default=False)],
+    input: Annotated[
+        Path,
+        typer.Argument(help="JSONL, JSON array, Parquet or text: one prompt or chat a record.", show_default=False),
+    ],
+    layers: Annotated[
+        str,
+        typer.Option(
+            help="Layer ids (2,18,33; -1 is the last block's output) or a preset (eagle3, dflash, all, last).",
+            rich_help_panel=_RUN,
+            show_default=False,
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Folder of the data set. Run the same command again to continue.",
+            rich_help_panel=_RUN,
+            show_default=False,
+        ),
+    ],
+    layout: Annotated[
+        Literal["shards", "files"], typer.Option(help="Many samples a file, or one.", rich_help_panel=_RUN)
+    ] = "shards",
+    save_dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Dtype of the saved rows; default the compute dtype.", rich_help_panel=_RUN),
+    ] = None,
+    shard_size: Annotated[str, typer.Option(help="A shard is closed at this size.", rich_help_panel=_RUN)] = "2GiB",
+    shard_seconds: Annotated[
+        float, typer.Option(help="A shard is closed after this time; the most that a kill costs.", rich_help_panel=_RUN)
+    ] = 30.0,
+    fsync: Annotated[
+        bool, typer.Option(help="Sync each shard to the disk before it gets its name.", rich_help_panel=_RUN)
+    ] = True,
+    resume_check: Annotated[
+        Literal["rows", "headers"],
+        typer.Option(help="How much of what is done already is checked by checksum.", rich_help_panel=_RUN),
+    ] = "rows",
+    limit: Annotated[int | None, typer.Option(help="Only the first so many records.", rich_help_panel=_INPUT)] = None,
+    input_format: Annotated[
+        Literal["jsonl", "json", "parquet", "text"] | None,
+        typer.Option(help="Default: by the file's suffix.", rich_help_panel=_INPUT),
+    ] = None,
+    field: Annotated[
+        Literal["prompt", "prompt_token_ids", "messages", "conversations"] | None,
+        typer.Option(help="What to read where a record has several.", rich_help_panel=_INPUT),
+    ] = None,
+    text_unit: Annotated[
+        Literal["line", "paragraph", "file"],
+        typer.Option(help="What one prompt of a text file is.", rich_help_panel=_INPUT),
+    ] = "line",
+    add_generation_prompt: Annotated[
+        bool,
+        typer.Option(
+            "--add-generation-prompt",
+            help="End each chat with the header of the assistant's next turn.",
+            rich_help_panel=_INPUT,
+        ),
+    ] = False,
+    engine: Annotated[Literal["transformers", "vllm"], typer.Option(rich_help_panel=_MODEL)] = "transformers",
+    dtype: Annotated[
+        str | None, typer.Option(help="Compute dtype; default chosen for the machine.", rich_help_panel=_MODEL)
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu, cuda, cuda:1, ...; default a GPU if there is one.", rich_help_panel=_MODEL),
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Of the hub.", rich_help_panel=_MODEL)] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Where it isn't the model's own.", rich_help_panel=_MODEL)
+    ] = None,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", help="Code of the checkpoint may run.", rich_help_panel=_MODEL),
+    ] = False,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longer prompts fail, said one by one.", rich_help_panel=_MODEL)
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens of one forward.", rich_help_panel=_MODEL)
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+) -> None:
+    """Extract hidden states of a file of prompts into a data set.
+
+    Prefill only: nothing is generated, no block past the deepest layer is loaded. Prompts that fail are listed at the end
+    (exit code 3); the others are written. Stopped or killed at any moment, the same command goes on.
+
+    Example: layertap extract Qwen/Qwen3-8B chats.jsonl --layers eagle3 --out states
+    """
+    quiet_libraries()
+    given = {
+        "dtype": dtype,
+        "device": device,
+        "revision": revision,
+        "tokenizer": tokenizer,
+        "trust_remote_code": trust_remote_code or None,
+        "max_model_len": max_model_len,
+        "max_num_batched_tokens": max_num_batched_tokens,
+    }
+    with errors_explained():
+        from layertap.datasets.extraction import RunOptions
+        from layertap.datasets.inputs import open_input
+        from layertap.datasets.writer import ShardOptions
+
+        source = open_input(input, format=input_format, field=field, text_unit=text_unit, limit=limit)
+        options = RunOptions(
+            layers=layers,
+            layout=layout,
+            save_dtype=save_dtype,
+            add_generation_prompt=add_generation_prompt,
+            check_rows=resume_check == "rows",
+            shards=ShardOptions(shard_bytes=parse_bytes(shard_size), shard_seconds=shard_seconds, fsync=fsync),
+        )
+        engine_options = {name: value for name, value in given.items() if value is not None}
+        _run(model, engine, engine_options, source, out, options, quiet)
+
+
+def _run(
+    model: str,
+    engine: str,
+    engine_options: dict[str, Any],
+    source: "InputFile",
+    out: Path,
+    options: "RunOptions",
+    quiet: bool,
+) -> None:
+    from layertap.cli.progress import RunProgress, summary
+    from layertap.datasets.counting import estimate_records
+    from layertap.datasets.extraction import extract_dataset
+    from layertap.llm import LLM
+
+    if not quiet:
+        say(f"loading {model}")
+    progress = RunProgress(estimate_records(source), quiet=quiet)
+    with LLM(model, engine=engine, **engine_options) as llm, GracefulStop() as stop:
+        if not quiet:
+            info = llm.info
+            say(
+                f"{info.num_layers} blocks of {info.hidden_size}, {info.dtype} on {info.device}; "
+                f"{info.engine} {info.engine_version}"
+            )
+
+        def should_stop() -> bool:
+            progress.tick()
+            return stop.requested
+
+        try:
+            with progress:
+                report = extract_dataset(llm, source, out, options, on_start=progress.begin, should_stop=should_stop)
+        except KeyboardInterrupt:
+            _say_how_to_continue(out)
+            raise typer.Exit(STOPPED) from None
+        if not quiet:
+            say(summary(report))
+    _end(report, out)
+
+
+def _end(report: "RunReport", out: Path) -> None:
+    if report.failures:
+        say_error(f"{plural(report.num_failed, 'prompt')} failed; all others were delivered:")
+        for _, reason in report.failures[:_SHOWN_FAILURES]:
+            say(f"  {reason}")
+        if report.num_failed > _SHOWN_FAILURES:
+            say(f"  and {report.num_failed - _SHOWN_FAILURES:,} more: layertap.open_dataset({str(out)!r}).failures")
+    if report.stopped:
+        _say_how_to_continue(out)
+        raise typer.Exit(STOPPED)
+    if report.num_failed:
+        raise typer.Exit(PARTLY)
+
+
+def _say_how_to_continue(out: Path) -> None:
+    say(f"stopped: what is in {out} is complete. To continue, run the same command again:")
+    say(f"  {shlex.join(['layertap', *sys.argv[1:]])}")

@@ -1,0 +1,96 @@
+"""What a user sees when something ends: exit codes, errors as one message, sizes and times in words."""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+
+import typer
+
+from layertap.errors import LayertapError, OptionError
+
+FAILED = 1
+WRONG_OPTIONS = 2
+PARTLY = 3
+STOPPED = 130
+
+_UNITS = {
+    "": 1,
+    "k": 1000,
+    "m": 1000**2,
+    "g": 1000**3,
+    "t": 1000**4,
+    "ki": 1 << 10,
+    "mi": 1 << 20,
+    "gi": 1 << 30,
+    "ti": 1 << 40,
+}
+
+
+@contextlib.contextmanager
+def errors_explained() -> Iterator[None]:
+    """Turn errors that users can act on into a message and an exit code; others keep their traceback."""
+    try:
+        yield
+    except OptionError as exc:
+        say_error(str(exc))
+        raise typer.Exit(WRONG_OPTIONS) from exc
+    except (LayertapError, OSError) as exc:
+        say_error(_message(exc))
+        raise typer.Exit(FAILED) from exc
+
+
+def say_error(message: str) -> None:
+    """Print an error to standard error."""
+    typer.secho(f"error: {message}", fg="red", err=True)
+
+
+def say(message: str) -> None:
+    """Print news to standard error, beside a program's output."""
+    typer.echo(message, err=True)
+
+
+def quiet_libraries() -> None:
+    """Keep progress bars and advice of libraries out of our output. Call before they are imported."""
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+def parse_bytes(text: str) -> int:
+    """Read "2GiB", "500 MB" or "1000000".
+
+    Raises:
+        typer.BadParameter: it is no size.
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", text, re.IGNORECASE)
+    factor = _UNITS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise typer.BadParameter(f"expected a size such as 2GiB or 500MB, got {text!r}")
+    return int(float(match[1]) * factor)
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Say a size in binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def seconds_text(seconds: float) -> str:
+    """Say a duration as 1:02:03."""
+    whole = round(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def plural(count: int, noun: str) -> str:
+    """Say a count of things."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _message(exc: Exception) -> str:
+    if isinstance(exc, OSError) and exc.strerror and exc.filename is not None:
+        return f"{exc.filename}: {exc.strerror}"
+    return str(exc)

@@ -1,0 +1,283 @@
+"""From an input file through a model into a data set: what `layertap extract` runs.
+
+    llm = layertap.LLM("Qwen/Qwen3-8B")
+    report = extract_dataset(llm, open_input("chats.jsonl"), "states", layers="eagle3")
+
+Running it again continues: finished samples are verified by their checksums and skipped, failed ones are tried again.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from layertap import __version__
+from layertap.capture.layers import LayersLike, resolve_layers
+from layertap.capture.request import SAVE_DTYPES
+from layertap.datasets.conversations import ChatPrompt, TextPrompt
+from layertap.datasets.fingerprint import model_fingerprint, template_hash, tokenizer_hash
+from layertap.datasets.inputs import BrokenRecord, InputFile, InputRecord, Record
+from layertap.datasets.manifest import LAYOUTS, Layout, Manifest, RowIdentity
+from layertap.datasets.resume import (
+    Done,
+    Prepared,
+    locked_folder,
+    open_records,
+    prepare_folder,
+    refuse_changed_input,
+)
+from layertap.datasets.verify import PartReport
+from layertap.datasets.writer import DatasetWriter, Sample, ShardOptions
+from layertap.errors import ExtractionError, LayertapError, OptionError
+from layertap.llm import LLM
+from layertap.outputs import Extracted
+from layertap.prompts import Prompt, PromptReader
+
+_MOST_FAILURES_KEPT = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How one run goes; with the model and the input, these decide the rows."""
+
+    layers: LayersLike
+    layout: Layout = "shards"
+    save_dtype: str | None = None
+    """Dtype of the saved rows; default the compute dtype."""
+    add_generation_prompt: bool = False
+    """End each chat with the header of the assistant's next turn."""
+    shards: ShardOptions = field(default_factory=ShardOptions)
+    check_rows: bool = True
+    """Check all rows of finished samples before going on; otherwise only index, headers and sizes."""
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise OptionError(f"layout: {self.layout!r} is none of {', '.join(LAYOUTS)}")
+        if self.save_dtype is not None and self.save_dtype not in SAVE_DTYPES:
+            raise OptionError(f"save_dtype: {self.save_dtype!r} is none of {', '.join(SAVE_DTYPES)}")
+
+
+@dataclass(slots=True, kw_only=True)
+class RunReport:
+    """What a run did. It is filled while the run goes on, so that progress can be shown."""
+
+    folder: Path
+    num_samples: int = 0
+    num_tokens: int = 0
+    num_bytes: int = 0
+    """Of rows."""
+    num_skipped: int = 0
+    """Samples that were done already."""
+    num_failed: int = 0
+    failures: list[tuple[str, str]] = field(default_factory=list)
+    """(where, reason) of the first 1000; all are on record in the data set."""
+    damaged: list[str] = field(default_factory=list)
+    """What was found damaged, set aside and computed again."""
+    stopped: bool = False
+    """The run was asked to stop before the end of the input."""
+    seconds: float = 0.0
+
+    @property
+    def num_seen(self) -> int:
+        """Records of the input that are through."""
+        return self.num_samples + self.num_skipped + self.num_failed
+
+
+def extract_dataset(
+    llm: LLM,
+    source: InputFile,
+    folder: str | Path,
+    options: RunOptions,
+    *,
+    on_start: Callable[[RunReport], None] | None = None,
+    on_checked: Callable[[PartReport], None] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> RunReport:
+    """Extract the hidden states of an input file into a data set; continue one that an earlier run left.
+
+    Args:
+        llm: the model.
+        source: the input.
+        folder: the data set; made if it isn't there.
+        options: layers, layout, ...
+        on_start: gets the report before the first sample; it is updated while the run goes on.
+        on_checked: called for each part of an existing set that was verified.
+        should_stop: asked before each prompt; true ends the run in good order.
+
+    Returns:
+        The report; prompts that failed are listed in it, and didn't stop the others.
+
+    Raises:
+        OptionError: an option can't be honoured, or the folder holds rows that were made differently.
+        TargetExistsError: another job writes to the folder.
+        StoreFullError: the disk is full. Finished samples are kept, as after every other error.
+    """
+    folder = Path(folder).absolute()
+    manifest = make_manifest(llm, source, options)
+    report = RunReport(folder=folder)
+    started = time.monotonic()
+    with locked_folder(folder):
+        prepared = prepare_folder(folder, manifest, check_rows=options.check_rows, on_part=on_checked)
+        report.damaged = prepared.damaged
+        refuse_changed_input(source, prepared.done)
+        if on_start is not None:
+            on_start(report)
+        try:
+            _run(llm, source, options, prepared, report, should_stop)
+        finally:
+            report.seconds = time.monotonic() - started
+    return report
+
+
+def make_manifest(llm: LLM, source: InputFile, options: RunOptions) -> Manifest:
+    """Say what the rows of a run depend on.
+
+    Raises:
+        LayerError: a layer doesn't exist.
+    """
+    info = llm.info
+    tokenizer = llm.get_tokenizer()
+    identity = RowIdentity(
+        model=info.model,
+        revision=info.revision,
+        model_fingerprint=model_fingerprint(info.model, info.revision),
+        tokenizer_hash=tokenizer_hash(tokenizer),
+        chat_template_hash=template_hash(tokenizer),
+        layers=resolve_layers(options.layers, info.num_layers),
+        num_layers=info.num_layers,
+        hidden_size=info.hidden_size,
+        save_dtype=options.save_dtype or info.dtype,
+        compute_dtype=info.dtype,
+        quantization=info.quantization,
+        residual=info.residual,
+        engine=info.engine,
+        engine_version=info.engine_version,
+        options={
+            "add_generation_prompt": options.add_generation_prompt,
+            "input_format": source.format,
+            "field": source.field,
+            "text_unit": source.text_unit if source.format == "text" else None,
+        },
+    )
+    made_by = {
+        "layertap_version": __version__,
+        "device": info.device,
+        "max_model_len": info.max_model_len,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    return Manifest(rows=identity, layout=options.layout, input_name=source.path.name, made_by=made_by)
+
+
+def _run(
+    llm: LLM,
+    source: InputFile,
+    options: RunOptions,
+    prepared: Prepared,
+    report: RunReport,
+    should_stop: Callable[[], bool],
+) -> None:
+    with DatasetWriter(report.folder, prepared.manifest, options.shards) as writer:
+        feed = _Feed(llm, source, options, prepared.done, report, writer, should_stop)
+        results = llm.extract(iter(feed), layers=prepared.manifest.rows.layers, save_dtype=options.save_dtype)
+        try:
+            with contextlib.closing(results):  # type: ignore[type-var]
+                for result in results:
+                    _add(writer, feed.running.pop(result.index), result, report)
+        except ExtractionError as exc:
+            for number, reason in exc.failures:
+                feed.fail(feed.running.pop(number), reason)
+
+
+def _add(writer: DatasetWriter, record: InputRecord, result: Extracted, report: RunReport) -> None:
+    kept = result.result
+    if kept.rows is None:
+        raise TypeError("rows that were to be kept in memory went to a file")
+    rows = kept.rows.reshape(len(kept.token_ids), -1)
+    writer.add(
+        Sample(
+            index=record.index,
+            source_hash=record.source_hash,
+            sample_id=record.sample_id,
+            rows=rows,
+            token_ids=kept.token_ids,
+            prompt_tokens=kept.info.prompt_len,
+            finish_reason=kept.info.facts.get("finish_reason", "prefill"),
+        )
+    )
+    report.num_samples += 1
+    report.num_tokens += len(kept.token_ids)
+    report.num_bytes += rows.nbytes
+
+
+class _Feed:
+    """The prompts that are still to be run, tokenized one by one as the engine asks for them."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        source: InputFile,
+        options: RunOptions,
+        done: Done,
+        report: RunReport,
+        writer: DatasetWriter,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self.running: dict[int, InputRecord] = {}
+        """By the place in what the engine was given."""
+        self._source = source
+        self._options = options
+        self._done = done
+        self._report = report
+        self._writer = writer
+        self._should_stop = should_stop
+        self._prompts = PromptReader(llm.info, llm.get_tokenizer())
+
+    def __iter__(self) -> Iterator[Prompt]:
+        place = 0
+        for record in self._counted():
+            if self._should_stop():
+                self._report.stopped = True
+                return
+            if isinstance(record, BrokenRecord):
+                self.fail(record, str(record.error))
+                continue
+            try:
+                prompt = self._tokenized(record)
+            except LayertapError as exc:
+                self.fail(record, f"{record.where}: {exc}")
+                continue
+            self.running[place] = record
+            place += 1
+            yield prompt
+
+    def fail(self, record: Record, reason: str) -> None:
+        """Put a failed input on record."""
+        sample_id = record.sample_id if isinstance(record, InputRecord) else None
+        self._writer.add_failure(index=record.index, source_hash=record.source_hash, sample_id=sample_id, reason=reason)
+        self._report.num_failed += 1
+        if len(self._report.failures) < _MOST_FAILURES_KEPT:
+            self._report.failures.append((record.where, reason))
+
+    def _counted(self) -> Iterator[Record]:
+        seen = 0
+        for record in open_records(self._source, self._done):
+            # records between two that are open were done before
+            self._report.num_skipped += record.index - seen
+            seen = record.index + 1
+            yield record
+        self._report.num_skipped = len(self._done)
+
+    def _tokenized(self, record: InputRecord) -> Prompt:
+        prompt = record.prompt
+        if isinstance(prompt, ChatPrompt):
+            return self._prompts.chat(
+                prompt.messages,
+                tools=prompt.tools,
+                add_generation_prompt=self._options.add_generation_prompt,
+                room=0,
+            )
+        if isinstance(prompt, TextPrompt):
+            return self._prompts.read({"prompt": prompt.text})
+        return self._prompts.read({"prompt_token_ids": list(prompt.token_ids)})
