@@ -122,8 +122,13 @@ class GenerateJob:
 class Engine(Protocol):
     """An embedded engine. All methods are thread-safe."""
 
-    info: ModelInfo
-    tokenizer: Any
+    @property
+    def info(self) -> ModelInfo:
+        """The facts of the model."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of transformers, or None."""
 
     def extract(self, jobs: Iterable[ExtractJob]) -> Iterable[int]:
         """Run prompts as `jobs` are pulled; yields the index of each job whose rows have all been handed over (or failed)."""

@@ -1,0 +1,64 @@
+"""Every example of the docs is run: Python fences of a page in one namespace, console fences in one folder.
+
+The pages name a real model. Here the folder holds a tiny random one of the same kind under that name, so that loading it needs no
+network. A fence must say what it is; those that aren't run are of a kind that can't be (text, json, a shell that installs things).
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+RUN, SHOWN = {"python", "console"}, {"text", "json", "sh", "toml", "yaml"}
+MODELS = {"HuggingFaceTB/SmolLM2-135M-Instruct": "llama", "Qwen/Qwen3-8B": "qwen3"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from layertap.testing import zoo
+
+    folder = tmp_path_factory.mktemp("docs")
+    for name, case in MODELS.items():
+        zoo.save(case, folder / name)
+    return folder
+
+
+def fences(page):
+    return FENCE.findall(page.read_text())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_fence_says_what_it_is(page):
+    assert {kind for kind, _ in fences(page)} <= RUN | SHOWN
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(kind in RUN for kind, _ in fences(page))], ids=lambda page: page.name
+)
+def test_the_examples_of_a_page_run(page, folder, tmp_path, monkeypatch):
+    for entry in os.listdir(folder):
+        (tmp_path / entry).symlink_to(folder / entry)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    namespace = {"__name__": "docs"}
+    for number, (kind, text) in enumerate(fences(page)):
+        if kind == "python":
+            exec(compile(text, f"{page.name}, fence {number}", "exec"), namespace)
+        elif kind == "console":
+            for line in text.splitlines():
+                if line.startswith("$ "):
+                    done = subprocess.run(line[2:], shell=True, capture_output=True, text=True)
+                    assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+
+
+def test_vllms_offline_example_runs_with_only_its_imports_changed(folder):
+    script = ROOT / "examples" / "extract_hidden_states_offline.py"
+    done = subprocess.run([sys.executable, script, "Qwen/Qwen3-8B"], capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "Extracted hidden states shape: torch.Size([" in done.stdout
