@@ -13,8 +13,9 @@ import transformers
 
 from layertap.engines.base import ExtractJob, ModelInfo
 from layertap.engines.transformers.extract import Extractor
-from layertap.engines.transformers.load import Weights, open_model, open_tokenizer
+from layertap.engines.transformers.load import open_model, open_tokenizer
 from layertap.engines.transformers.selftest import Routes
+from layertap.engines.transformers.weights import Weights
 from layertap.errors import ModelError
 
 __all__ = ["TransformersEngine"]

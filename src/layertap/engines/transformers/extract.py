@@ -18,12 +18,12 @@ import torch
 
 from layertap.assembly import Rows
 from layertap.engines.base import ExtractJob
-from layertap.engines.transformers.load import Weights
 from layertap.engines.transformers.packing import Item, Packer, Way
 from layertap.engines.transformers.passes import Passes
 from layertap.engines.transformers.selftest import Routes, choose_routes
 from layertap.engines.transformers.tap import Arena, Arenas
-from layertap.errors import LayertapError, PromptError
+from layertap.engines.transformers.weights import Weights
+from layertap.errors import LayertapError, PromptError, UnsupportedModelError
 
 __all__ = ["Extractor"]
 
@@ -85,10 +85,13 @@ class Extractor:
         model = self._weights.at_least(depth)
         if self.routes is None or self._passes is None or depth > self._depth:
             self._depth = max(depth, self._weights.depth)
-            self._passes = Passes(model, self._weights.layout)
+            try:
+                self.routes = choose_routes(model, self._weights.layout, self._depth)
+            except UnsupportedModelError:
+                self._weights.forget()
+                raise
+            self._passes = Passes(model, self._weights.layout, self.routes.attention)
             self._compiled = False
-            self.routes = choose_routes(model, self._weights.layout, self._depth)
-            logger.info("extraction goes %s", self.routes)
         return self.routes
 
     def run(self, jobs: Iterable[ExtractJob]) -> Iterator[int]:

@@ -19,7 +19,7 @@ from layertap.engines.transformers.packing import Way
 from layertap.engines.transformers.tap import Piece, Tap, run_to_exit
 
 if TYPE_CHECKING:
-    from layertap.engines.transformers.load import Layout
+    from layertap.engines.transformers.weights import Layout
 
 __all__ = ["Passes", "length_limit"]
 
@@ -30,13 +30,21 @@ class Passes:
     Args:
         model: the model, loaded as deep as the layers that will be asked for. It is not changed.
         layout: where its blocks are.
+        attention: implementation for what isn't packed; None leaves the model's own.
         adapt: changes a view before it runs (the self-test shrinks windows).
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, adapt: Callable[[nn.Module], None] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        attention: str | None = None,
+        adapt: Callable[[nn.Module], None] | None = None,
+    ) -> None:
         self.model = model
         self.layout = layout
         self.device = next(model.parameters()).device
+        self._attention = attention
         self._adapt = adapt
         accepted = inspect.signature(model.forward).parameters
         self._options = {"use_cache": False} if "use_cache" in accepted or _takes_any(accepted) else {}
@@ -50,7 +58,7 @@ class Passes:
 
     @cached_property
     def _plain(self) -> _View:
-        return _View(self._view(None), self.layout)
+        return _View(self._view(self._attention), self.layout)
 
     @cached_property
     def _packed(self) -> _View:
@@ -113,7 +121,7 @@ class _View:
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self.model = model
         self.modules = layout.blocks_of(model)
-        self._residual = layout.residual_of(model)
+        self._tap = Tap(self.modules, layout.residual_of(model))
         self._rotary = [
             (module, dict(module._buffers), _rotary_numbers(module))
             for module in model.modules()
@@ -128,8 +136,8 @@ class _View:
                 setattr(module, name, value)
 
     def run(self, inputs: dict[str, Any], layers: Sequence[int], rows: Tensor, pieces: Sequence[Piece]) -> None:
-        tap = Tap(self.modules, layers, self._residual)
-        with torch.no_grad(), tap.into(rows, pieces):
+        ids = inputs["input_ids"]
+        with torch.no_grad(), self._tap.into(rows, layers, pieces, (ids.shape[0], ids.shape[1])):
             run_to_exit(lambda: self.model(**inputs))
 
 

@@ -9,7 +9,7 @@ sequence leaking in.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from layertap.engines.transformers.attention import configurations
 from layertap.engines.transformers.packing import Way
 from layertap.engines.transformers.passes import Passes, length_limit
+from layertap.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from layertap.engines.transformers.load import Layout
+    from layertap.engines.transformers.weights import Layout
 
 __all__ = ["Routes", "choose_routes"]
 
@@ -43,12 +44,14 @@ class Routes:
         padded: side by side, padded on the right.
         reason: what the self-test found.
         max_together: longest sequence that may share a forward, or None for any; longer ones go alone.
+        attention: implementation to run with what isn't packed; None is the model's own.
     """
 
     packed: bool
     padded: bool
     reason: str
     max_together: int | None = None
+    attention: str | None = None
 
     @property
     def way(self) -> Way:
@@ -67,15 +70,36 @@ class _Verdict:
 
 
 def choose_routes(model: nn.Module, layout: Layout, depth: int) -> Routes:
-    """Run the self-test on the first `depth` blocks of a model."""
+    """Run the self-test on the first `depth` blocks of a model.
+
+    Raises:
+        UnsupportedModelError: its stream has no row for each token, or it changes its own weights while it runs.
+    """
+    before = _versions(model)
+    routes = _choose(model, layout, depth)
+    if _versions(model) != before:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} changes its own weights while it runs, so rows would depend on what ran before"
+        )
+    logger.info("self-test over %d blocks: %s", depth, routes)
+    return routes
+
+
+def _versions(model: nn.Module) -> list[int]:
+    return [parameter._version for parameter in model.parameters()]
+
+
+def _choose(model: nn.Module, layout: Layout, depth: int) -> Routes:
     windows = _windows(model)
-    passes = Passes(model, layout, _shrink_windows if windows else None)
+    adapt = _shrink_windows if windows else None
     layers = tuple(range(depth + 1))
     limit = length_limit(model)
     sequences = _sequences(model, limit)
+    attention = _trusted_attention(model, layout, adapt, sequences, layers)
+    passes = Passes(model, layout, attention, adapt)
     truth = _alone(passes, sequences, layers)
     longer = _alone(passes, [[*sequence, sequence[0]] for sequence in sequences], layers)
-    tolerance = _TOLERANCE.get(truth[0].dtype, 3e-2)
+    tolerance = _tolerance(truth[0].dtype)
     noise = _difference(truth, [rows[:-1] for rows in longer])
     if not noise < 10 * tolerance:
         return Routes(
@@ -83,15 +107,35 @@ def choose_routes(model: nn.Module, layout: Layout, depth: int) -> Routes:
         )
     bound = max(tolerance, 4 * noise)
     packed = _compare(passes, "packed", sequences, layers, truth, bound)
-    if packed.good and windows and not _windows_bite(model, layout, sequences, layers, truth):
+    if packed.good and windows and not _windows_bite(model, layout, attention, sequences, layers, truth):
         limit = min(windows) if limit is None else min(limit, *windows)
     padded = _compare(passes, "padded", sequences, layers, truth, bound)
     reason = f"packed {packed.text}, padded {padded.text}"
+    if attention is not None:
+        reason += f"; {attention} attention where not packed, since the model's own gives other rows"
     if limit is not None:
         reason += f"; sequences over {limit} tokens go alone"
-    routes = Routes(packed=packed.good, padded=padded.good, reason=reason, max_together=limit)
-    logger.info("self-test over %d blocks: %s", depth, routes)
-    return routes
+    return Routes(packed=packed.good, padded=padded.good, reason=reason, max_together=limit, attention=attention)
+
+
+def _trusted_attention(
+    model: nn.Module,
+    layout: Layout,
+    adapt: Callable[[nn.Module], None] | None,
+    sequences: Sequence[Sequence[int]],
+    layers: Sequence[int],
+) -> str | None:
+    """The model's own implementation, or eager where its own forgets something (transformers' sdpa has no soft caps)."""
+    configs = configurations(model)
+    if all(config._attn_implementation in ("eager", None) for config in configs):
+        return None
+    if any(
+        "attn" in name and "softcap" in name and value for config in configs for name, value in vars(config).items()
+    ):
+        return "eager"
+    own = _alone(Passes(model, layout, None, adapt), sequences, layers)
+    eager = _alone(Passes(model, layout, "eager", adapt), sequences, layers)
+    return None if _difference(eager, own) <= 2 * _tolerance(own[0].dtype) else "eager"
 
 
 def _sequences(model: nn.Module, limit: int | None) -> list[list[int]]:
@@ -151,6 +195,10 @@ def _difference(truth: Sequence[Tensor], rows: Sequence[Tensor]) -> float:
     return worst
 
 
+def _tolerance(dtype: torch.dtype) -> float:
+    return _TOLERANCE.get(dtype, 3e-2)
+
+
 def _window_fields(thing: Any) -> dict[str, int]:
     """Numbers that say how far attention sees."""
     return {
@@ -174,9 +222,14 @@ def _shrink_windows(view: nn.Module) -> None:
 
 
 def _windows_bite(
-    model: nn.Module, layout: Layout, sequences: Sequence[Sequence[int]], layers: Sequence[int], truth: list[Tensor]
+    model: nn.Module,
+    layout: Layout,
+    attention: str | None,
+    sequences: Sequence[Sequence[int]],
+    layers: Sequence[int],
+    truth: list[Tensor],
 ) -> bool:
     """Whether shrinking the windows changed the rows, so that the comparison has tested them."""
-    return _difference(_alone(Passes(model, layout), sequences, layers), truth) > 10 * _TOLERANCE.get(
+    return _difference(_alone(Passes(model, layout, attention), sequences, layers), truth) > 10 * _TOLERANCE.get(
         truth[0].dtype, 3e-2
     )

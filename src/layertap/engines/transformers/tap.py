@@ -2,8 +2,8 @@
 
 A pre-hook on block L sees the stream that enters it; a hook on the last block sees what it puts out. Rows go straight to
 their place in an arena [rows, layers, hidden], in the dtype that is saved. On the CPU the arena is the buffer that the writer
-reads, so the tap is the only copy before the file's pages. On CUDA a device arena takes the rows at memory speed and one copy on a side
-stream brings it to pinned memory while the next batch runs.
+reads, so the tap is the only copy before the file's pages. On CUDA a device arena takes the rows at memory speed and one
+copy on a side stream brings it to pinned memory while the next batch runs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from layertap.capture.residual import Residual
+from layertap.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -144,50 +145,85 @@ class Arenas:
             self._changed.notify()
 
 
+@dataclass(slots=True)
+class _Target:
+    """Where the rows of the running forward go, and how far it has come."""
+
+    rows: Tensor
+    pieces: Sequence[Piece]
+    shape: tuple[int, int]
+    slots: dict[int, int]
+    deepest: int
+    next_layer: int = 0
+
+
 class Tap:
-    """Hooks on the blocks asked for.
+    """Hooks on all blocks of a private view, idle unless a forward runs inside `into`.
 
     Args:
-        blocks: the blocks of the model, in order.
-        layers: ids; slot i of the arena takes layers[i].
+        blocks: the blocks of the view, in order.
         residual: picks the stream [batch, tokens, hidden] out of what a block takes or gives.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], layers: Sequence[int], residual: Residual) -> None:
-        self._blocks = blocks
-        self._slots = {layer: slot for slot, layer in enumerate(layers)}
-        self._deepest = max(layers)
+    def __init__(self, blocks: Sequence[nn.Module], residual: Residual) -> None:
         self._residual = residual
+        self._target: _Target | None = None
+        for layer, block in enumerate(blocks):
+            block.register_forward_pre_hook(self._entering(layer), with_kwargs=True)
+        blocks[-1].register_forward_hook(self._leaving(len(blocks)), with_kwargs=True)
 
     @contextmanager
-    def into(self, rows: Tensor, pieces: Sequence[Piece]) -> Iterator[None]:
-        """Copy what a forward in this context computes to `rows`."""
-        handles = []
+    def into(
+        self, rows: Tensor, layers: Sequence[int], pieces: Sequence[Piece], shape: tuple[int, int]
+    ) -> Iterator[None]:
+        """Copy what a forward in this context computes to `rows`, and end it at the deepest layer.
 
-        def take(layer: int, stream: Tensor) -> None:
-            slot = self._slots[layer]
-            for piece in pieces:
-                target = rows[piece.row : piece.row + piece.end - piece.begin, slot]
-                target.copy_(stream[piece.batch, piece.begin : piece.end])
-            if layer == self._deepest:
-                raise EarlyExit
-
-        def entering(layer: int) -> Callable[..., None]:
-            return lambda module, args, kwargs: take(layer, self._residual.entering(args, kwargs))
-
-        def leaving(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            take(len(self._blocks), self._residual.leaving(output))
-
+        Args:
+            rows: [rows, layers, hidden].
+            layers: ids; slot i of `rows` takes layers[i].
+            pieces: which rows of the stream go where.
+            shape: batch and tokens of the input; a stream of another shape has rows that belong to no token of it.
+        """
+        slots = {layer: slot for slot, layer in enumerate(layers)}
+        self._target = _Target(rows, pieces, shape, slots, max(layers))
         try:
-            for layer in self._slots:
-                if layer < len(self._blocks):
-                    handles.append(self._blocks[layer].register_forward_pre_hook(entering(layer), with_kwargs=True))
-                else:
-                    handles.append(self._blocks[-1].register_forward_hook(leaving, with_kwargs=True))
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            self._target = None
+
+    def _entering(self, layer: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._target is not None:
+                self._take(self._target, layer, lambda: self._residual.entering(args, kwargs))
+
+        return hook
+
+    def _leaving(self, layer: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if self._target is not None:
+                self._take(self._target, layer, lambda: self._residual.leaving(output))
+
+        return hook
+
+    def _take(self, target: _Target, layer: int, stream_here: Callable[[], Tensor]) -> None:
+        if layer < target.next_layer:
+            raise UnsupportedModelError(f"block {layer} ran twice in one forward, so its layer id has two meanings")
+        # A block that the model skips (cross attention without an image) is entered by what enters the next one that runs.
+        wanted = [target.slots[skipped] for skipped in range(target.next_layer, layer + 1) if skipped in target.slots]
+        target.next_layer = layer + 1
+        if wanted:
+            stream = stream_here()
+            if stream.shape[:2] != target.shape:
+                raise UnsupportedModelError(
+                    f"layer {layer} carries a stream of shape {tuple(stream.shape)} for an input of {target.shape}: its rows "
+                    "don't belong to the tokens one to one"
+                )
+            for slot in wanted:
+                for piece in target.pieces:
+                    place = target.rows[piece.row : piece.row + piece.end - piece.begin, slot]
+                    place.copy_(stream[piece.batch, piece.begin : piece.end])
+        if layer >= target.deepest:
+            raise EarlyExit
 
 
 def run_to_exit(forward: Callable[[], Any]) -> None:

@@ -1,0 +1,224 @@
+"""The weights of one model, read only as deep as somebody asked.
+
+Blocks deeper than `depth`, an untied head and towers for pictures or sound are *placeholders* without parameters in a
+subclass of the model's own class, so that transformers' loader finds no place for their tensors and never reads them, while
+every number in the configuration stays what it is. A deeper call reads the missing blocks and takes over those that are there.
+A checkpoint that lacks a needed tensor is an error: a randomly initialised weight is never used.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from layertap.capture.blocks import Blocks, find_blocks
+from layertap.capture.residual import Residual, find_residual
+from layertap.engines.transformers.checkpoint import checkpoint_for
+from layertap.engines.transformers.load import ModelSource
+from layertap.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["Layout", "Placeholder", "Weights"]
+
+logger = logging.getLogger(__name__)
+
+
+class Placeholder(nn.Module):
+    """Stands for a module whose weights nobody needs; it keeps the plain attributes that its parent may look at."""
+
+    def __init__(self, original: nn.Module, source: ModelSource) -> None:
+        super().__init__()
+        self.device, self.dtype = source.device, source.dtype
+        self.stands_for = type(original).__name__
+        plain = {
+            k: v
+            for k, v in vars(original).items()
+            if not k.startswith("_") and not isinstance(v, nn.Module | torch.Tensor)
+        }
+        self.__dict__.update(plain)
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """Refuse: the early exit must have come first."""
+        raise AssertionError(f"a {self.stands_for} that isn't loaded was run")
+
+
+class Layout:
+    """Where the blocks of a model are, for any copy of it that is loaded to whatever depth.
+
+    Args:
+        model: a complete copy; the meta device will do.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.found: Blocks = find_blocks(model)
+        container = model.get_submodule(self.found.container_path)
+        names = [name for name, _ in container.named_children()][: self.found.num_layers]
+        self.path = self.found.container_path
+        self.names = tuple(f"{self.path}.{name}" for name in names)
+        embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
+        self.vocab_size = int(embeddings.weight.shape[0])
+        self.hidden_size = self.found.hidden_size or int(embeddings.weight.shape[1])
+
+    def blocks_of(self, model: nn.Module) -> list[nn.Module]:
+        """The blocks of a copy, placeholders among them."""
+        return [model.get_submodule(name) for name in self.names]
+
+    def residual_of(self, model: nn.Module) -> Residual:
+        """How a copy carries its stream; models with several streams make one of them with modules of their own."""
+        config: Any = model.config
+        decoder = model.get_submodule(self.found.decoder_path)
+        return find_residual(decoder, self.found.blocks, config.get_text_config(decoder=True), self.found.hidden_size)
+
+
+class Weights:
+    """The weights of one model, grown on demand and never shrunk. Thread-safe."""
+
+    def __init__(self, source: ModelSource) -> None:
+        self.source = source
+        self._lock = threading.Lock()
+        self._model: PreTrainedModel | None = None
+        self._depth = 0
+        self._complete = False
+        self.layout = Layout(_build_on_meta(source))
+        self.num_layers = len(self.layout.names)
+
+    @property
+    def depth(self) -> int:
+        """How many blocks are loaded."""
+        return self._depth
+
+    def at_least(self, depth: int, *, complete: bool = False) -> PreTrainedModel:
+        """Return the model with its first `depth` blocks loaded.
+
+        Args:
+            depth: blocks needed.
+            complete: everything, the head too, as generation needs it.
+
+        Raises:
+            ModelError: a weight file is missing, corrupt, or lacks a tensor.
+        """
+        with self._lock:
+            if complete and not self._complete:
+                self._model, self._depth = self._load(range(self.num_layers), complete=True), self.num_layers
+                self._complete = True
+            elif self._model is None or depth > self._depth:
+                self._model = self._deepen(depth)
+                self._depth = depth
+            return self._model
+
+    def forget(self) -> None:
+        """Drop what is loaded: a model that writes to its own weights has spoiled them."""
+        with self._lock:
+            self._model, self._depth, self._complete = None, 0, False
+
+    def _deepen(self, depth: int) -> PreTrainedModel:
+        old = self._model
+        if old is None or _ties_cross_blocks(old, self.layout.path):
+            return self._load(range(depth), complete=False)
+        fresh = self._load(range(self._depth, depth), complete=False)
+        for index in range(self._depth):
+            name = self.layout.names[index]
+            parent, _, leaf = name.rpartition(".")
+            setattr(fresh.get_submodule(parent), leaf, old.get_submodule(name))
+        return fresh
+
+    def _load(self, real: range, *, complete: bool) -> PreTrainedModel:
+        source = self.source
+        cls = source.model_class if complete else _partial_class(source, self.layout, real)
+        if complete or len(real) == self.num_layers:
+            logger.info("%s: loading all %d blocks in %s", source.name, self.num_layers, source.dtype)
+        else:
+            logger.info(
+                "%s: loading blocks %d to %d of %d in %s",
+                source.name,
+                real.start,
+                real.stop - 1,
+                self.num_layers,
+                source.dtype,
+            )
+        options: dict[str, Any] = {"dtype": source.dtype, "config": source.config, "output_loading_info": True}
+        if source.device.type != "cpu":
+            options["device_map"] = {"": source.device}
+        if source.gguf_file:
+            from transformers import GgufConfig
+
+            options |= {"gguf_file": source.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
+        keep_all = complete or len(real) == self.num_layers
+        with checkpoint_for(source, None if keep_all else (self.layout.path, real)) as path:
+            try:
+                model, report = cls.from_pretrained(path, revision=source.revision, **options)
+            except Exception as exc:
+                raise ModelError(f"can't load the weights of {source.name}: {type(exc).__name__}: {exc}") from exc
+        _refuse_random_weights(source, report)
+        model.config.name_or_path = source.path
+        model.requires_grad_(False)
+        return model.eval()
+
+
+def _build_on_meta(source: ModelSource) -> PreTrainedModel:
+    with torch.device("meta"):
+        return source.model_class(copy.deepcopy(source.config))
+
+
+def _ties_cross_blocks(model: PreTrainedModel, path: str) -> bool:
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return any(name.startswith(path + ".") for pair in tied.items() for name in pair)
+
+
+def _partial_class(source: ModelSource, layout: Layout, real: range) -> type[PreTrainedModel]:
+    """A subclass whose instances hold only the blocks in `real`, and no head or tower of their own."""
+    cls = source.model_class
+
+    def init(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+        cls.__init__(self, *args, **kwargs)
+        tied = dict(getattr(self, "all_tied_weights_keys", None) or {})
+        for name in _not_needed(self, layout, real, tied):
+            parent, _, leaf = name.rpartition(".")
+            setattr(self.get_submodule(parent), leaf, Placeholder(self.get_submodule(name), source))
+        kept = {name for name, _ in self.named_parameters(remove_duplicate=False)}
+        if tied:
+            self.all_tied_weights_keys = {target: origin for target, origin in tied.items() if target in kept}
+
+    # The same name and module: transformers looks both up for weight conversions and remote code.
+    body = {"__init__": init, "__module__": cls.__module__, "_keys_to_ignore_on_load_unexpected": [r".*"]}
+    return type(cls.__name__, (cls,), body)
+
+
+def _not_needed(model: PreTrainedModel, layout: Layout, real: range, tied: dict[str, str]) -> list[str]:
+    names = [name for index, name in enumerate(layout.names) if index not in real]
+    head = model.get_output_embeddings()
+    modules = {id(module): name for name, module in model.named_modules()}
+    if head is not None and id(head) in modules:
+        name = modules[id(head)]
+        if not any(key.startswith(name + ".") for pair in tied.items() for key in pair):
+            names.append(name)
+    names += _towers(model, layout.path)
+    return names
+
+
+def _towers(model: PreTrainedModel, path: str) -> list[str]:
+    """Whole models inside the model that don't hold the text decoder: vision, sound."""
+    from transformers import PreTrainedModel
+
+    towers: list[str] = []
+    for name, module in model.named_modules():
+        if not name or not isinstance(module, PreTrainedModel) or f"{path}.".startswith(f"{name}."):
+            continue
+        if not any(name.startswith(f"{tower}.") for tower in towers) and not path.startswith(name):
+            towers.append(name)
+    return towers
+
+
+def _refuse_random_weights(source: ModelSource, report: dict[str, Any]) -> None:
+    for kind, what in (("missing_keys", "lacks"), ("mismatched_keys", "has another shape for")):
+        names = sorted(str(name) for name in report.get(kind) or ())
+        if names:
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise ModelError(f"the checkpoint {source.name} {what} {len(names)} tensors that the model needs: {shown}")
