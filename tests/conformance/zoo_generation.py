@@ -161,6 +161,8 @@ def check(name: str) -> Outcome:
         return Outcome(name=name, way="refused", reason=str(error).split("\n")[0])
     try:
         verdict = generator.verdict
+        if verdict.way == "refused":
+            return Outcome(name=name, way="refused", reason=verdict.reason)
         sequences = prompts(info.max_model_len - NUM_TOKENS)
         params = [SamplingParams(temperature=0, max_tokens=NUM_TOKENS) for _ in sequences]
         params[2] = SamplingParams(temperature=1.0, seed=5, top_k=20, max_tokens=NUM_TOKENS)

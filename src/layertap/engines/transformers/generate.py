@@ -25,7 +25,7 @@ from layertap.engines.transformers.single import SingleStepper
 from layertap.engines.transformers.stepping import Step, Stepper
 from layertap.engines.transformers.stopping import Finish
 from layertap.engines.transformers.trial import Bench, Verdict, find_way
-from layertap.errors import EngineError, OptionError
+from layertap.errors import EngineError, OptionError, UnsupportedModelError
 
 __all__ = ["GenerationOptions", "Generator"]
 
@@ -193,10 +193,12 @@ class Generator:
             )
 
     def _make_stepper(self) -> Stepper:
-        way = self.verdict.way
+        way, attention = self.verdict.way, self.verdict.attention
         options = self._options
+        if way == "refused":
+            raise UnsupportedModelError(f"{self._info.model} can't generate with hidden states: {self.verdict.reason}")
         on_cpu = self._device.type == "cpu"
-        model, found = self._bench.view()
+        model, found = self._bench.view(attention)
         if way == "batched":
             return BatchedStepper(
                 model,

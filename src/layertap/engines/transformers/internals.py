@@ -22,7 +22,7 @@ from transformers.generation.utils import GenerationMode
 
 from layertap.errors import EngineError
 
-__all__ = ["OneSequence", "PagedRunner", "Scheduled", "private_view"]
+__all__ = ["OneSequence", "PagedRunner", "Scheduled", "private_view", "set_attention"]
 
 
 def private_view(model: nn.Module) -> nn.Module:
@@ -37,6 +37,12 @@ def private_view(model: nn.Module) -> nn.Module:
     # A hook is a bound method of something that must not be copied along.
     memo: dict[int, Any] = {**shared, **{id(table): type(table)() for pair in hooks for table in pair}}
     return copy.deepcopy(model, memo)
+
+
+def set_attention(model: Any, implementation: str) -> None:
+    """Choose the attention of a view; a model that has only one of its own keeps it."""
+    if getattr(model.config, "_attn_implementation", None) != implementation:
+        model.set_attn_implementation(implementation)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -181,31 +187,37 @@ def _capacity(processor: Any, page_size: int) -> int:
 
 
 class OneSequence:
-    """One sequence through the model's own forward and cache, as the model's `generate` would run it."""
+    """One sequence through the model's own forward and cache, as the model's `generate` would run it.
+
+    Without a cache each step is a plain forward of the whole sequence, with nothing but its ids.
+    """
 
     def __init__(self, model: Any, prompt_ids: list[int], *, max_len: int, use_cache: bool = True) -> None:
         self._model = model
         self._ids = torch.tensor([prompt_ids], dtype=torch.long, device=model.device)
         self._first = True
         self._use_cache = use_cache
+        self._kwargs: dict[str, Any] = {"use_cache": use_cache}
+        if use_cache:
+            self._prepare_cache(max_len)
+
+    def _prepare_cache(self, max_len: int) -> None:
+        model, kwargs = self._model, self._kwargs
         accepted = set(inspect.signature(model.forward).parameters)
-        kwargs: dict[str, Any] = {"use_cache": use_cache}
         if "attention_mask" in accepted:
             kwargs["attention_mask"] = torch.ones_like(self._ids)
         if "position_ids" in accepted:
             kwargs["position_ids"] = model._prepare_position_ids_for_generation(self._ids, kwargs)
         if model._supports_logits_to_keep():
             kwargs["logits_to_keep"] = 1
-        if use_cache:
-            config = GenerationConfig(use_cache=True)
-            model._prepare_cache_for_generation(config, kwargs, GenerationMode.GREEDY_SEARCH, 1, max_len)
-        self._kwargs = kwargs
+        config = GenerationConfig(use_cache=True)
+        model._prepare_cache_for_generation(config, kwargs, GenerationMode.GREEDY_SEARCH, 1, max_len)
 
     def prepare(self) -> tuple[dict[str, Any], int, int]:
         """The inputs of the next forward, how many tokens they are and the position of the first."""
-        step: dict[str, Any] = {"is_first_iteration": True} if self._first else {}
-        if not self._first and self._use_cache:
-            step["next_sequence_length"] = 1
+        if not self._use_cache:
+            return {"input_ids": self._ids, "use_cache": False}, self._ids.shape[1], 0
+        step: dict[str, Any] = {"is_first_iteration": True} if self._first else {"next_sequence_length": 1}
         inputs = self._model.prepare_inputs_for_generation(self._ids, **step, **self._kwargs)
         count = int(inputs["input_ids"].shape[1])
         return inputs, count, self._ids.shape[1] - count
@@ -213,7 +225,8 @@ class OneSequence:
     def take(self, outputs: Any) -> None:
         """Keep the cache that a forward returned."""
         self._first = False
-        self._kwargs = self._model._update_model_kwargs_for_generation(outputs, self._kwargs)
+        if self._use_cache:
+            self._kwargs = self._model._update_model_kwargs_for_generation(outputs, self._kwargs)
 
     def append(self, token_id: int) -> None:
         """The token that the next forward is fed."""

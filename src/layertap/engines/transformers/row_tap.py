@@ -71,8 +71,17 @@ class _Group:
     chunks: list[Chunk] = field(default_factory=list)
     index: slice | Tensor | None = None
     buffer: Tensor | None = None
+    num_filled: int = 0
 
-    def rows(self, hidden_TH: Tensor) -> Tensor:
+    def fill(self, hidden_TH: Tensor, layer: int) -> None:
+        rows = self._rows(hidden_TH)
+        if self.buffer is None:
+            shape = (rows.shape[0], len(self.layers), hidden_TH.shape[1])
+            self.buffer = torch.empty(shape, dtype=self.dtype, device=rows.device)
+        self.buffer[:, self.layers.index(layer)] = rows
+        self.num_filled += 1
+
+    def _rows(self, hidden_TH: Tensor) -> Tensor:
         if self.index is None:
             places = [p for c in self.chunks for p in range(c.offset, c.offset + c.count)]
             contiguous = places == list(range(places[0], places[0] + len(places)))
@@ -95,6 +104,7 @@ class RowTap:
     def __init__(self, model: nn.Module, found: Blocks) -> None:
         self._found = found
         self._groups: list[_Group] = []
+        self._next_layer = 0
         self._fed: Tensor | None = None
         self._fed_host: Tensor | None = None
         self._host: list[Tensor] = []
@@ -121,6 +131,7 @@ class RowTap:
                 group = groups.setdefault(kind, _Group(chunk.spec.layers, getattr(torch, chunk.spec.dtype)))
                 group.chunks.append(wanted)
         self._groups = list(groups.values())
+        self._next_layer = 0
         self._fed = self._fed_host = self._ready = None
         self._host = []
         self.error = None
@@ -183,27 +194,29 @@ class RowTap:
 
     def _on_stream(self, layer: int, stream: Callable[[], Tensor]) -> None:
         def work() -> None:
-            groups = [group for group in self._groups if layer in group.layers]
-            if not groups:
+            # A block that isn't run on this input is entered by what enters the next one.
+            passed = range(self._next_layer, layer + 1)
+            if not passed or self._fed is None:
+                raise EngineError(f"block {layer} ran out of turn")
+            self._next_layer = layer + 1
+            wanted = [(group, i) for i in passed for group in self._groups if i in group.layers]
+            if not wanted:
                 return
             hidden_TH = stream().detach().flatten(0, -2)
-            for group in groups:
-                rows = group.rows(hidden_TH)
-                if group.buffer is None:
-                    shape = (rows.shape[0], len(group.layers), hidden_TH.shape[1])
-                    group.buffer = torch.empty(shape, dtype=group.dtype, device=rows.device)
-                group.buffer[:, group.layers.index(layer)] = rows
+            if hidden_TH.shape[0] != self._fed.numel():
+                raise EngineError(f"a block carries {hidden_TH.shape[0]} rows for {self._fed.numel()} tokens")
+            for group, i in wanted:
+                group.fill(hidden_TH, i)
 
         self._guarded(work)
 
     def _on_end(self, _module: nn.Module, _args: tuple[Any, ...], _out: Any) -> None:
         def work() -> None:
             assert self._fed is not None
-            buffers = [group.buffer for group in self._groups]
-            if any(buffer is None for buffer in buffers):
-                raise EngineError("not every layer that was asked for was passed")
+            if any(group.num_filled != len(group.layers) for group in self._groups):
+                raise EngineError(f"the forward ended after layer {self._next_layer - 1}, deeper ones were asked for")
             self._fed_host = _to_host(self._fed)
-            self._host = [_to_host(buffer) for buffer in buffers if buffer is not None]
+            self._host = [_to_host(group.buffer) for group in self._groups if group.buffer is not None]
             if self._fed.device.type != "cpu":
                 self._ready = torch.Event(self._fed.device)
                 self._ready.record(torch.accelerator.current_stream(self._fed.device.index))

@@ -9,7 +9,7 @@ from layertap.engines.transformers.detokenize import Detokenizer
 from layertap.engines.transformers.sampler import Draw, SamplerRow, SamplingRules, TokenLogprob
 from layertap.engines.transformers.stepping import LiveSequence
 from layertap.engines.transformers.stopping import Finish, StopRules
-from layertap.errors import EngineError, OptionError, PromptError
+from layertap.errors import EngineError, LayertapError, OptionError, PromptError
 from layertap.params import SamplingParams
 
 __all__ = ["Running", "start"]
@@ -179,7 +179,7 @@ def _listed(value: str | list[str] | tuple[str, ...] | None) -> list[str]:
 
 def as_error(error: BaseException) -> BaseException:
     """What the caller is told: our own errors as they are, others with the engine's name on them."""
-    if isinstance(error, EngineError | OptionError | PromptError):
+    if isinstance(error, LayertapError):
         return error
     wrapped = EngineError(f"{type(error).__name__}: {error}")
     wrapped.__cause__ = error

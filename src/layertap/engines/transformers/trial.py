@@ -1,9 +1,11 @@
 """Which way a model may generate is found out by trying it, never by its name and never by whether it refuses.
 
 A few prompts, short beside long and longer than one chunk, are generated greedily, and every row of every layer and every
-token is compared with plain forwards of the model, one sequence at a time and without a cache. The first of three ways that
-agrees is taken: batched; one at a time with the model's own cache; one at a time without a cache, which is the reference
-itself. Some models give other tokens when batched without any error, and others raise; both end up one at a time.
+token is compared with plain forwards of the model, one sequence at a time, without a cache, with eager attention. The first
+way that agrees is taken: batched; one at a time with the model's own cache; one at a time without a cache, which is the
+reference itself; the first two with the attention that the model was loaded with, else with eager attention. Some models
+give other tokens when batched without any error, some drop a soft cap or a bias in torch's attention, and others raise.
+A model whose rows change when tokens are appended (an encoder) has no rows of generated tokens and is refused.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,17 +22,17 @@ from layertap.assembly import Rows
 from layertap.capture.blocks import Blocks, find_blocks
 from layertap.capture.request import CaptureSpec, Window
 from layertap.engines.transformers.batching import BatchedStepper
-from layertap.engines.transformers.internals import private_view
+from layertap.engines.transformers.internals import private_view, set_attention
 from layertap.engines.transformers.row_tap import Chunk, RowTap
 from layertap.engines.transformers.single import SingleStepper
 from layertap.engines.transformers.stepping import LiveSequence, Stepper
 
-__all__ = ["Bench", "Verdict", "Way", "find_way"]
+__all__ = ["Bench", "Stepping", "Verdict", "find_way"]
 
-Way = Literal["batched", "single", "recompute"]
+Stepping = Literal["batched", "single", "recompute", "refused"]
 
-_NUM_TOKENS = 6
-_LENGTHS = (5, 23, 40)
+_NUM_TOKENS = 5
+_LENGTHS = (4, 19, 35)
 _CHUNK = 16
 _LONGEST = 1100
 _ROW_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -42,17 +44,19 @@ class Verdict:
     """How a model generates, and why.
 
     Attributes:
-        way: "batched", "single" (one sequence at a time) or "recompute" (the same without a cache).
+        way: "batched", "single" (one sequence at a time), "recompute" (the same without a cache) or "refused".
+        attention: the attention implementation that it runs with.
         reason: what was measured.
         row_error: largest relative error of a row in the way that was taken.
     """
 
-    way: Way
+    way: Stepping
+    attention: str
     reason: str
     row_error: float
 
     def __str__(self) -> str:
-        return f"{self.way}: {self.reason}"
+        return f"{self.way} ({self.attention}): {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +75,17 @@ class Bench:
     hidden_size: int
     vocab_size: int
 
-    def view(self) -> tuple[nn.Module, Blocks]:
-        """A private view and its blocks."""
+    def view(self, attention: str) -> tuple[nn.Module, Blocks]:
+        """A private view that runs with `attention`, and its blocks."""
         model = private_view(self.model)
+        set_attention(model, attention)
         return model, find_blocks(model)
+
+    @property
+    def attentions(self) -> list[str]:
+        """Implementations to try, the faster first."""
+        own = str(getattr(self.model.config, "_attn_implementation", None) or "eager")
+        return list(dict.fromkeys((own, "eager")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +99,54 @@ def find_way(bench: Bench, *, max_len: int) -> Verdict:
     dtype = next(bench.model.parameters()).dtype
     prompts = _prompts(bench, max_len - _NUM_TOKENS)
     troubles: list[str] = []
+    ways: tuple[tuple[Stepping, str], ...] = (
+        *(("batched", attention) for attention in bench.attentions),
+        *(("single", attention) for attention in bench.attentions),
+        ("recompute", "eager"),
+    )
     with torch.inference_mode():
-        for way in ("batched", "single"):
-            outcome = _try(bench, way, prompts, dtype)
+        obstacle = _obstacle(bench, prompts[-1], dtype)
+        if obstacle is not None:
+            return Verdict("refused", "eager", obstacle, float("inf"))
+        for way, attention in ways:
+            outcome = _try(bench, way, attention, prompts, dtype)
             if outcome.trouble is None:
                 what = f"rows within {outcome.row_error:.1e} of plain forwards, same tokens"
-                return Verdict(way, "; ".join([*troubles, what]), outcome.row_error)
-            troubles.append(f"not {way} ({outcome.trouble})")
-    return Verdict("recompute", "; ".join([*troubles, "every token runs the whole sequence"]), 0.0)
+                return Verdict(way, attention, "; ".join([*troubles, what]), outcome.row_error)
+            troubles.append(f"not {way} ({attention}: {outcome.trouble})")
+    return Verdict("refused", "eager", "; ".join(troubles), float("inf"))
+
+
+def _obstacle(bench: Bench, prompt: list[int], dtype: torch.dtype) -> str | None:
+    """Why the model can't generate with rows at all: its blocks don't carry a row a token, or it isn't causal."""
+    try:
+        # What a model does to itself in its first forward (RWKV scales its weights) must be done before it is copied.
+        device = next(bench.model.parameters()).device
+        bench.model(input_ids=torch.tensor([prompt[:1]], device=device), use_cache=False)
+        model, found = bench.view("eager")
+        tap = RowTap(model, found)
+        try:
+            rows, _ = _plain(bench, model, tap, prompt)
+            first, _ = _plain(bench, model, tap, prompt[: len(prompt) // 2])
+        finally:
+            tap.close()
+    except Exception as error:  # noqa: BLE001 - it is the verdict
+        return f"a plain forward failed: {_first_line(error)}"
+    moved = _row_error(first, rows[: len(first)], torch.float32)
+    if not moved <= 10 * _ROW_TOLERANCE[dtype]:
+        return f"rows move by {moved:.1e} when tokens are appended: the model isn't causal"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
+
+
+def _row_error(given: NDArray[np.float32], expected: NDArray[np.float32], dtype: torch.dtype) -> float:
+    """The largest relative error of a row; in half precision all but the worst 5 % (a router may flip)."""
+    errors = np.linalg.norm(given - expected, axis=-1) / np.maximum(np.linalg.norm(expected, axis=-1), 1e-12)
+    return float(errors.max() if dtype == torch.float32 else np.quantile(errors, 0.95))
 
 
 def _prompts(bench: Bench, longest: int) -> list[list[int]]:
@@ -116,26 +167,25 @@ def _prompts(bench: Bench, longest: int) -> list[list[int]]:
     ]
 
 
-def _try(bench: Bench, way: Way, prompts: Sequence[list[int]], dtype: torch.dtype) -> _Outcome:
+def _try(bench: Bench, way: Stepping, attention: str, prompts: Sequence[list[int]], dtype: torch.dtype) -> _Outcome:
     try:
-        with _stepper(bench, way, prompts) as stepper:
+        with _stepper(bench, way, attention, prompts) as stepper:
             outputs, rows = _generate(bench, stepper, prompts)
         return _compare(bench, prompts, outputs, rows, dtype)
     except Exception as error:  # noqa: BLE001 - any failure means: not this way
-        text = str(error).splitlines()
-        return _Outcome(float("inf"), f"{type(error).__name__}: {text[0][:200] if text else ''}")
+        return _Outcome(float("inf"), _first_line(error))
 
 
 @contextmanager
-def _stepper(bench: Bench, way: Way, prompts: Sequence[list[int]]) -> Iterator[Stepper]:
-    model, found = bench.view()
+def _stepper(bench: Bench, way: Stepping, attention: str, prompts: Sequence[list[int]]) -> Iterator[Stepper]:
+    model, found = bench.view(attention)
     longest = max(len(prompt) for prompt in prompts) + _NUM_TOKENS + 1
     stepper: Stepper
     if way == "batched":
         room = sum(len(prompt) + _NUM_TOKENS + 32 for prompt in prompts) * 2
         stepper = BatchedStepper(model, found, kv_tokens=room, max_batch_tokens=_CHUNK, max_sequences=8, page_size=16)
     else:
-        stepper = SingleStepper(model, found, max_len=longest)
+        stepper = SingleStepper(model, found, use_cache=way == "single", max_len=longest)
     try:
         yield stepper
     finally:
@@ -197,7 +247,7 @@ def _compare(
     rows: dict[str, dict[int, NDArray[np.float32]]],
     dtype: torch.dtype,
 ) -> _Outcome:
-    model, found = bench.view()
+    model, found = bench.view("eager")
     tap = RowTap(model, found)
     worst = 0.0
     try:
@@ -206,8 +256,7 @@ def _compare(
             if sorted(rows[key]) != list(range(len(expected))):
                 return _Outcome(float("inf"), f"rows of a prompt of {len(prompt)} tokens are missing")
             given = np.stack([rows[key][position] for position in range(len(expected))])
-            errors = np.linalg.norm(given - expected, axis=-1) / np.maximum(np.linalg.norm(expected, axis=-1), 1e-12)
-            error = float(errors.max() if dtype == torch.float32 else np.quantile(errors, 0.95))
+            error = _row_error(given, expected, dtype)
             if not error <= _ROW_TOLERANCE[dtype]:
                 return _Outcome(error, f"rows of a prompt of {len(prompt)} tokens are off by {error:.1e}")
             worst = max(worst, error)
