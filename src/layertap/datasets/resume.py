@@ -101,6 +101,8 @@ def prepare_folder(
         existing = read_manifest(folder)
     except MissingError:
         _refuse_strangers(folder)
+        for leftover in _temporaries(folder):
+            leftover.unlink(missing_ok=True)
         _write_manifest(folder, manifest)
         return Prepared(manifest=manifest, done=_done([], []), damaged=[])
     existing.refuse_unless_same(manifest, folder)
@@ -163,12 +165,16 @@ def leftovers(folder: Path, manifest: Manifest) -> Iterator[Path]:
         except HiddenStatesError:
             # an index that can't be read may name any file
             named.update(path.relative_to(folder).as_posix() for path in _row_files(folder))
-    yield from folder.glob(f".*{TEMP_SUFFIX}")
-    for base in (SHARDS_FOLDER, FILES_FOLDER):
-        yield from (folder / base).glob(f"**/.*{TEMP_SUFFIX}")
+    yield from _temporaries(folder)
     for path in _row_files(folder):
         if path.relative_to(folder).as_posix() not in named:
             yield path
+
+
+def _temporaries(folder: Path) -> Iterator[Path]:
+    yield from folder.glob(f".*{TEMP_SUFFIX}")
+    for base in (SHARDS_FOLDER, FILES_FOLDER):
+        yield from (folder / base).glob(f"**/.*{TEMP_SUFFIX}")
 
 
 def _row_files(folder: Path) -> list[Path]:
