@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from layertap.capture.residual import Residual, find_residual
+from layertap.capture.residual import Residual, find_residual, is_norm
 from layertap.errors import UnsupportedModelError
 
 _COUNTS = ("num_hidden_layers", "num_decoder_layers", "decoder_layers", "num_layers")
@@ -177,7 +177,7 @@ def _module_lists(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _is_block(module: nn.Module) -> bool:
-    norms = any("norm" in type(part).__name__.lower() for part in module.modules() if part is not module)
+    norms = any(is_norm(part) for part in module.modules() if part is not module)
     return norms and sum(parameter.ndim >= 2 for parameter in module.parameters()) >= 2
 
 

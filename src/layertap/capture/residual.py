@@ -96,6 +96,11 @@ def find_residual(decoder: nn.Module, blocks: Sequence[nn.Module], config: Any, 
     )
 
 
+def is_norm(module: nn.Module) -> bool:
+    """Tell whether a module is a norm: a leaf whose class says so."""
+    return "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
+
+
 def _stream_parameter(blocks: Sequence[nn.Module]) -> str:
     first: dict[str, str] = {}
     for block in blocks:
@@ -148,7 +153,7 @@ def _hyper_head(
         for name, child in direct
         if not isinstance(child, nn.ModuleList) and any(wide in parameter.shape for parameter in child.parameters())
     ]
-    norms = [name for name, child in direct if "norm" in type(child).__name__.lower()]
+    norms = [name for name, child in direct if is_norm(child)]
     if len(heads) != 1 or not norms:
         names = ", ".join(f"{name} ({type(child).__name__})" for name, child in heads) or "none"
         raise UnsupportedModelError(

@@ -8,7 +8,7 @@ them: it truncates the model to L blocks and takes what the model's last norm th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,11 +18,15 @@ from layertap.capture.blocks import Blocks, find_blocks
 from layertap.testing.zoo import decoder_inputs
 
 
-def hidden_states(model: Any, token_ids: Sequence[int], layers: Sequence[int] | None = None) -> torch.Tensor:
+def hidden_states(
+    model: Any, token_ids: Sequence[int], layers: Sequence[int] | None = None, attention: str = "eager"
+) -> torch.Tensor:
     """Return the streams [tokens, layers, hidden] of one prompt; `layers` None means all, 0 to num_layers.
 
-    Layer L is what enters block L; the last is what the last block puts out, before the final norm. A block that the model doesn't
-    run on this input (cross attention without an image) is entered by what enters the next one.
+    Layer L is what enters block L; the last is what the last block puts out, before the final norm. A block that the
+    model doesn't run on this input (cross attention without an image) is entered by what enters the next one.
+    `attention` is eager but for the few cases of the zoo whose eager attention is not the reference
+    (`zoo.case(name).attention`).
 
     Example:
         >>> from layertap.testing import zoo
@@ -34,7 +38,7 @@ def hidden_states(model: Any, token_ids: Sequence[int], layers: Sequence[int] | 
         raise ValueError(f"the oracle wants a float32 model in eval mode, got {floats}, training={model.training}")
     blocks = find_blocks(model)
     ids = torch.tensor([list(token_ids)], device=next(model.parameters()).device)
-    with torch.no_grad(), eager_attention(model):
+    with torch.no_grad(), with_attention(model, attention):
         rows = _at_blocks(model, blocks, ids)
         if rows[0].ndim != 3 or rows[0].shape[-1] != blocks.hidden_size:
             rows = [_at_last_norm(model, blocks, ids, depth) for depth in range(blocks.num_layers + 1)]
@@ -46,17 +50,22 @@ def hidden_states(model: Any, token_ids: Sequence[int], layers: Sequence[int] | 
 
 
 @contextmanager
-def eager_attention(model: Any) -> Iterator[None]:
-    """Run with eager attention in every part of the model, and put back what was set."""
+def with_attention(model: Any, attention: str) -> Iterator[None]:
+    """Run with this attention implementation in every part of the model, and put back what was set."""
     configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
     before = {key: getattr(config, "_attn_implementation", None) for key, config in configs.items()}
     try:
         for config in configs.values():
-            config._attn_implementation = "eager"
+            config._attn_implementation = attention
         yield
     finally:
         for key, config in configs.items():
             config._attn_implementation = before[key]
+
+
+def eager_attention(model: Any) -> AbstractContextManager[None]:
+    """Run with eager attention in every part of the model, and put back what was set."""
+    return with_attention(model, "eager")
 
 
 def _run(model: Any, ids: torch.Tensor) -> None:
@@ -95,11 +104,7 @@ def _at_blocks(model: Any, blocks: Blocks, ids: torch.Tensor) -> list[torch.Tens
 def _at_last_norm(model: Any, blocks: Blocks, ids: torch.Tensor, depth: int) -> torch.Tensor:
     """What the decoder's last norm (the last that runs) reads when the model stops after `depth` blocks."""
     inner = {id(module) for block in blocks.blocks for module in block.modules()}
-    norms = [
-        child
-        for child in blocks.decoder.children()
-        if id(child) not in inner and "norm" in type(child).__name__.lower()
-    ]
+    norms = [child for child in blocks.decoder.children() if id(child) not in inner and "Norm" in type(child).__name__]
     read: list[torch.Tensor] = []
     name = blocks.container_path.rpartition(".")[2]
     whole = getattr(blocks.decoder, name)

@@ -22,32 +22,56 @@ WINDOW = 8
 LAYERS = 4
 MAX_LAYERS = 8
 
-_FIXED: dict[int, str] = {
-    HIDDEN: """hidden_size d_model n_embd n_embed word_embed_proj_dim embedding_size emb_dim embedding_dim input_embedding_size
+_FIXED: tuple[tuple[int, str], ...] = (
+    (
+        HIDDEN,
+        """hidden_size d_model n_embd n_embed word_embed_proj_dim embedding_size emb_dim embedding_dim input_embedding_size
         output_embedding_size lru_width projection_dim embed_dim out_hidden_size mamba_d_ssm
         backbone_hidden_size projector_input_dim projector_output_dim vision_output_dim""",
-    HEADS: """num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads attention_heads
+    ),
+    (
+        HEADS,
+        """num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads attention_heads
         num_encoder_attention_heads num_decoder_attention_heads linear_num_value_heads swa_num_attention_heads
         linear_num_heads""",
-    VOCAB: """vocab_size decoder_vocab_size vocab_size_per_layer_input pronunciation_vocab_size shape_vocab_size
+    ),
+    (
+        VOCAB,
+        """vocab_size decoder_vocab_size vocab_size_per_layer_input pronunciation_vocab_size shape_vocab_size
         audio_vocab_size""",
-    POSITIONS: """max_position_embeddings n_positions n_ctx max_seq_len context_length max_target_positions
+    ),
+    (
+        POSITIONS,
+        """max_position_embeddings n_positions n_ctx max_seq_len context_length max_target_positions
         max_source_positions model_max_length""",
-    WINDOW: """sliding_window window_size attention_window_size attention_chunk_size local_attention keep_window_size
+    ),
+    (
+        WINDOW,
+        """sliding_window window_size attention_window_size attention_chunk_size local_attention keep_window_size
         sliding_window_size rel_extent index_topk mamba_chunk_size chunk_size floor_scale""",
-    96: """intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim ffn_hidden_size dim_ff dff d_inner n_inner
+    ),
+    (
+        96,
+        """intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim ffn_hidden_size dim_ff dff d_inner n_inner
         feed_forward_size d_ff mlp_hidden_size intermediate_size_mlp dense_intermediate_size shared_intermediate_size
         shared_expert_intermediate_size moe_shared_expert_intermediate_size""",
-    48: "moe_intermediate_size expert_ffn_hidden_size",
-    32: "q_lora_rank o_lora_rank index_head_dim linear_head_dim",
-    16: """kv_lora_rank qk_nope_head_dim v_head_dim d_kv linear_key_head_dim linear_value_head_dim d_head mamba_d_head
+    ),
+    (48, "moe_intermediate_size expert_ffn_hidden_size"),
+    (32, "q_lora_rank o_lora_rank index_head_dim linear_head_dim"),
+    (
+        16,
+        """kv_lora_rank qk_nope_head_dim v_head_dim d_kv linear_key_head_dim linear_value_head_dim d_head mamba_d_head
         mamba_head_dim dim_head attention_head_size kv_channels num_mel_bins laurel_rank hidden_size_per_layer_input
-        swa_head_dim d_rel gated_norm_rank""",
-    8: """qk_rope_head_dim mamba_d_state state_size ssm_state_size time_step_rank mamba_dt_rank mamba_n_heads
+        swa_head_dim d_rel gated_norm_rank query_pre_attn_scalar""",
+    ),
+    (
+        8,
+        """qk_rope_head_dim mamba_d_state state_size ssm_state_size time_step_rank mamba_dt_rank mamba_n_heads
         mamba_num_heads rotary_dim hc_lowrank""",
-    2: "index_n_heads linear_num_key_heads swa_num_key_value_heads n_langs",
-}
-_SIZES = {name: size for size, names in _FIXED.items() for name in names.split()}
+    ),
+    (2, "index_n_heads linear_num_key_heads swa_num_key_value_heads n_langs"),
+)
+_SIZES = {name: size for size, names in _FIXED for name in names.split()}
 
 _AT_MOST: dict[int, str] = {
     8: "num_experts num_local_experts n_routed_experts moe_num_experts",
@@ -115,6 +139,8 @@ def shrunk_fields(values: Mapping[str, Any]) -> dict[str, Any]:
             small[name] = _SPECIAL_IDS[name]
         elif name == "is_decoder":
             small[name] = True
+        elif name == "attn_logit_softcapping" and value:
+            small[name] = 2.0  # the usual 50 never bites on tiny models
         elif name.endswith("_token_id") and isinstance(value, int):
             small[name] = 3
         elif isinstance(value, bool) or value is None:

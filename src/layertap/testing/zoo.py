@@ -14,12 +14,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layertap.testing.cases import CASES, SAME_AS, UNBUILDABLE, Case
+from layertap.testing.cases import AWKWARD, CASES, SAME_AS, UNBUILDABLE, Case
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 __all__ = [
+    "AWKWARD",
     "CASES",
     "SAME_AS",
     "TOKEN_IDS",
