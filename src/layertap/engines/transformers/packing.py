@@ -91,11 +91,16 @@ class Packer(Generic[T]):
         items = tuple(self._waiting[i] for i in chosen)
         self._waiting = [item for i, item in enumerate(self._waiting) if i not in taken]
         self._tokens -= sum(item.length for item in items)
-        way: Way = "alone" if len(items) == 1 and self.way != "packed" else self.way
+        # A lone sequence of a packable model goes the packed way too, unless the self-test vouches for shorter ones only.
+        way: Way = "packed" if self.way == "packed" and not self._too_long_for_company(first) else "alone"
+        way = self.way if len(items) > 1 else way
         return Batch(items, way)
 
     def _goes_alone(self, item: Item[T]) -> bool:
-        return item.length > self.budget or (self.max_together is not None and item.length > self.max_together)
+        return item.length > self.budget or self._too_long_for_company(item)
+
+    def _too_long_for_company(self, item: Item[T]) -> bool:
+        return self.max_together is not None and item.length > self.max_together
 
     def _partners(self, first: Item[T]) -> Iterator[int]:
         for i, item in enumerate(self._waiting):
