@@ -1,0 +1,227 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from layertap import LLM
+from layertap.datasets.extraction import RunOptions, extract_dataset, make_manifest
+from layertap.datasets.inputs import open_input
+from layertap.datasets.reader import open_dataset
+from layertap.datasets.writer import ShardOptions
+from layertap.errors import LayerError, OptionError, StoreFullError
+from layertap.testing import oracle, zoo
+
+LAYERS = (2, 0, -1)
+CHAT = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "because."}]
+SMALL = ShardOptions(shard_bytes=20_000, fsync=False)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return zoo.save("llama", tmp_path_factory.mktemp("zoo") / "llama")
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint):
+    with LLM(checkpoint, dtype="float32", device="cpu", max_model_len=64) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint):
+    """A function: rows of token ids from plain transformers."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    layers = [2, 0, model.config.num_hidden_layers]
+    return lambda ids: oracle.hidden_states(model, ids, layers)
+
+
+@pytest.fixture
+def make_input(tmp_path):
+    def make(rows, name="in.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+        return open_input(path)
+
+    return make
+
+
+def many(count):
+    return [{"prompt": f"prompt number {number} " * (1 + number % 3)} for number in range(count)]
+
+
+def options(**changes: object):
+    return RunOptions(**{"layers": LAYERS, "shards": SMALL, **changes})
+
+
+def assert_right(folder, indices, reference):
+    ds = open_dataset(folder, verify=True)
+    assert ds.indices.tolist() == list(indices)
+    for item in ds:
+        torch.testing.assert_close(
+            item["hidden_states"].float(), reference(item["token_ids"].tolist()), rtol=1e-4, atol=1e-5
+        )
+    return ds
+
+
+def test_every_kind_of_prompt_becomes_its_rows_and_the_failed_ones_are_told(
+    llm, checkpoint, reference, make_input, folder
+):
+    source = make_input(
+        [
+            {"prompt": "some text", "id": "first"},
+            {"messages": CHAT},
+            '{"prompt": "broken"',
+            {"prompt_token_ids": [9, 10, 11, 12]},
+            {"conversations": [{"from": "human", "value": "why?"}, {"from": "gpt", "value": "because."}]},
+            {"prompt": "too long " * 50},
+            {"prompt_token_ids": [9, 10**6]},
+            {"prompt": "the last"},
+        ]
+    )
+    report = extract_dataset(llm, source, folder, options())
+    ds = assert_right(folder, [0, 1, 3, 4, 7], reference)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    chat = tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=False)
+    assert [item["token_ids"].tolist() for item in ds] == [
+        tokenizer("some text")["input_ids"],
+        chat,
+        [9, 10, 11, 12],
+        chat,
+        tokenizer("the last")["input_ids"],
+    ]
+    assert ds.entry(0).sample_id == "first"
+    assert (report.num_samples, report.num_failed, report.num_skipped) == (5, 3, 0)
+    assert report.num_tokens == ds.num_tokens
+    reasons = [reason for _, reason in report.failures]
+    assert all(f"in.jsonl line {line}" in reason for line, reason in zip((3, 6, 7), reasons, strict=True))
+    assert [part in reason for part, reason in zip(("JSON", "64", "1000000"), reasons, strict=True)] == [True] * 3
+    assert [(one.index, one.reason) for one in ds.failures] == list(zip((2, 5, 6), reasons, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["shards", "files"])
+def test_a_stopped_run_continues_and_ends_like_one_that_never_stopped(llm, reference, make_input, folder, layout):
+    source = make_input(many(30))
+    asked = iter(range(1000))
+    stopped = extract_dataset(llm, source, folder, options(layout=layout), should_stop=lambda: next(asked) >= 11)
+    assert stopped.stopped
+    assert 0 < stopped.num_samples < 30
+    report = extract_dataset(llm, source, folder, options(layout=layout))
+    assert not report.stopped
+    assert report.num_skipped == stopped.num_samples
+    assert report.num_samples == 30 - stopped.num_samples
+    assert_right(folder, range(30), reference)
+    again = extract_dataset(llm, source, folder, options(layout=layout))
+    assert (again.num_skipped, again.num_samples) == (30, 0)
+
+
+def test_a_run_with_another_limit_goes_on_in_the_same_set(llm, reference, make_input, folder):
+    path = make_input(many(12)).path
+    extract_dataset(llm, open_input(path, limit=4), folder, options())
+    extract_dataset(llm, open_input(path, limit=9), folder, options())
+    assert_right(folder, range(9), reference)
+    extract_dataset(llm, open_input(path), folder, options())
+    assert_right(folder, range(12), reference)
+
+
+def test_another_option_or_input_is_refused_and_the_set_stays_as_it_was(llm, reference, make_input, folder):
+    extract_dataset(llm, make_input(many(4)), folder, options())
+    with pytest.raises(OptionError, match=r"layers: the data set has \[2, 0, \d+\], this run \[1\]"):
+        extract_dataset(llm, make_input(many(4)), folder, options(layers=[1]))
+    with pytest.raises(OptionError, match='save_dtype: the data set has "float32", this run "bfloat16"'):
+        extract_dataset(llm, make_input(many(4)), folder, options(save_dtype="bfloat16"))
+    with pytest.raises(OptionError, match="options.add_generation_prompt: the data set has false, this run true"):
+        extract_dataset(llm, make_input(many(4)), folder, options(add_generation_prompt=True))
+    with pytest.raises(OptionError, match="line 2: the input has changed: sample 1"):
+        extract_dataset(llm, make_input([*many(1), {"prompt": "other"}, *many(9)]), folder, options())
+    with pytest.raises(OptionError, match="input: the data set has"):
+        extract_dataset(llm, make_input(many(4), "other.jsonl"), folder, options())
+    assert_right(folder, range(4), reference)
+
+
+def test_another_model_is_noticed_by_its_files_and_a_copy_is_the_same(llm, make_input, folder, tmp_path, checkpoint):
+    source = make_input(many(2))
+    extract_dataset(llm, source, folder, options())
+    copy = tmp_path / "llama"
+    other = zoo.save("llama", tmp_path / "other" / "llama", seed=1)
+    copy.symlink_to(checkpoint)
+    with LLM(copy, dtype="float32", device="cpu") as same:
+        assert extract_dataset(same, source, folder, options()).num_skipped == 2
+    with LLM(other, dtype="float32", device="cpu") as different, pytest.raises(OptionError, match="model_fingerprint"):
+        extract_dataset(different, source, folder, options())
+
+
+def test_damage_is_reported_and_computed_again(llm, reference, make_input, folder):
+    source = make_input(many(6))
+    extract_dataset(llm, source, folder, options())
+    shard = folder / open_dataset(folder).entry(0).file
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    report = extract_dataset(llm, source, folder, options())
+    assert len(report.damaged) == 1
+    assert report.num_samples > 0
+    assert_right(folder, range(6), reference)
+
+
+def test_rows_are_saved_in_the_dtype_asked_for(llm, make_input, folder, reference):
+    extract_dataset(llm, make_input(many(2)), folder, options(save_dtype="bfloat16"))
+    item = open_dataset(folder, verify=True)[0]
+    assert item["hidden_states"].dtype == torch.bfloat16
+    expected = reference(item["token_ids"].tolist())
+    assert torch.linalg.norm(item["hidden_states"].float() - expected) < 3e-2 * torch.linalg.norm(expected)
+
+
+def test_a_failing_write_ends_the_run_and_keeps_what_is_complete(llm, reference, make_input, folder, monkeypatch):
+    import os
+
+    real, calls = os.pwrite, iter(range(1000))
+
+    def full(*args: object) -> int:
+        if next(calls) == 20:
+            raise OSError(28, "No space left on device")
+        return real(*args)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(StoreFullError, match="run the same command again to continue"):
+        extract_dataset(llm, make_input(many(30)), folder, options())
+    monkeypatch.undo()
+    done = open_dataset(folder).indices.tolist()
+    assert 0 < len(done) < 30
+    report = extract_dataset(llm, make_input(many(30)), folder, options())
+    assert report.num_skipped == len(done)
+    assert_right(folder, range(30), reference)
+
+
+def test_options_are_checked_before_anything_runs(llm, make_input, folder):
+    for wrong in ({"layout": "heap"}, {"save_dtype": "int8"}):
+        with pytest.raises(OptionError, match=next(iter(wrong))):
+            options(**wrong)
+    with pytest.raises(LayerError, match="layer 99"):
+        extract_dataset(llm, make_input(many(1)), folder, options(layers=[99]))
+    assert not folder.exists()
+
+
+def test_the_manifest_says_what_the_rows_depend_on(llm, make_input, checkpoint):
+    manifest = make_manifest(llm, make_input([]), options())
+    rows = manifest.rows
+    assert (rows.model, rows.save_dtype, rows.engine) == (str(checkpoint), "float32", "transformers")
+    assert rows.layers == (2, 0, rows.num_layers)
+    for digest in (rows.model_fingerprint, rows.tokenizer_hash, rows.chat_template_hash):
+        assert digest is not None
+        assert len(digest) == 32
+    assert manifest.input_name == "in.jsonl"
+
+
+def test_samples_of_a_set_are_plain_safetensors_for_everybody_else(llm, make_input, folder):
+    from safetensors.numpy import load_file
+
+    extract_dataset(llm, make_input(many(3)), folder, options(shards=ShardOptions(fsync=False)))
+    ds = open_dataset(folder)
+    (shard,) = ds.files
+    tensors = load_file(folder / shard)
+    entry = ds.entry(1)
+    assert np.array_equal(
+        tensors["hidden_states"][entry.row : entry.row + entry.tokens], ds[1]["hidden_states"].numpy()
+    )
