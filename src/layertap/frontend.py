@@ -8,7 +8,7 @@ import functools
 import itertools
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,76 +120,110 @@ class Frontend:
         on_update: Callable[["Request"], None],
         request_id: str | None = None,
     ) -> "Request":
-        """Admit a request and queue its sequences.
-
-        Args:
-            prompt: checked.
-            params: with any n.
-            on_update: called on the engine's thread whenever its output changed; must not block.
-            request_id: unique among what runs; made if None.
-
-        Raises:
-            OptionError, TargetExistsError, StoreFullError, OSError: nothing was started.
-        """
-        request_id = request_id or f"{new_request_id('cmpl')}"
-        plan = self.plan(params.kv_transfer_params)
-        limit = self.info.max_model_len - len(prompt.token_ids)
-        max_tokens = limit if params.max_tokens is None else min(params.max_tokens, limit)
-        request = Request(request_id, prompt, params, self.engine.tokenizer, on_update, self._forget)
-        with self._lock:
-            if request_id in self._running:
-                raise OptionError(f"request_id: {request_id!r} is running already")
-            self._running[request_id] = request
-        try:
-            captures = self._admit(plan, prompt, max_tokens, request_id, params.n)
-            request.adopt(captures)
-        except BaseException:
-            self._forget(request)
-            raise
-        for choice in range(params.n):
-            seed = None if params.seed is None else params.seed + choice
-            job = GenerateJob(
-                request_id=request.job_ids[choice],
-                prompt_ids=prompt.token_ids,
-                params=params.replace(n=1, seed=seed),
-                max_tokens=max_tokens,
-                capture=captures[choice],
-                on_delta=functools.partial(request.take, choice),
-            )
-            self.engine.submit(job)
+        """Admit a request of one prompt and queue its sequences; see `admit`."""
+        (request,) = self.admit([prompt], params, on_update, request_id)
+        self.submit([request])
         return request
 
-    def _admit(
-        self, plan: CapturePlan | None, prompt: Prompt, max_tokens: int, request_id: str, num_choices: int
-    ) -> list[Capture | None]:
-        if plan is None:
-            return [None] * num_choices
+    def admit(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        on_update: Callable[["Request"], None],
+        request_id: str | None = None,
+        *,
+        owner: str = "",
+    ) -> "list[Request]":
+        """Reserve everything that a request needs, all of it or nothing; `submit` (or `withdraw`) has to follow.
+
+        Args:
+            prompts: checked; several of one HTTP request. Ids and files get `-<prompt>-<choice>`, except the first of all.
+            params: with any n.
+            on_update: called on the engine's thread whenever the output of one changed; must not block.
+            request_id: unique among what runs; made if None.
+            owner: whose tags these are, where several clients share the store.
+
+        Raises:
+            OptionError, TargetExistsError, StoreFullError, OSError: nothing is reserved.
+        """
+        request_id = request_id or new_request_id("cmpl")
+        plan = self.plan(params.kv_transfer_params)
+        requests = [
+            self._new_request(place, prompt, params, on_update, request_id) for place, prompt in enumerate(prompts)
+        ]
+        with self._lock:
+            for request in requests:
+                if request.output.request_id in self._running:
+                    raise OptionError(f"request_id: {request_id!r} is running already")
+            self._running.update({request.output.request_id: request for request in requests})
+        try:
+            if plan is not None:
+                for place, request in enumerate(requests):
+                    self._reserve(plan, place, request, request_id)
+                if plan.options.tag is not None:
+                    handles = [handle(capture) for request in requests for capture in request.captures if capture]
+                    reserve_tag(self.options.shared_storage_path, plan.options.tag, request_id, handles, owner=owner)
+        except BaseException:
+            self.withdraw(requests)
+            raise
+        return requests
+
+    def _new_request(
+        self,
+        place: int,
+        prompt: Prompt,
+        params: SamplingParams,
+        on_update: Callable[["Request"], None],
+        request_id: str,
+    ) -> "Request":
+        limit = self.info.max_model_len - len(prompt.token_ids)
+        max_tokens = limit if params.max_tokens is None else min(params.max_tokens, limit)
+        name = f"{request_id}-{place}-0" if place else request_id
+        return Request(name, prompt, params, max_tokens, self.engine.tokenizer, on_update, self._forget)
+
+    def _reserve(self, plan: CapturePlan, place: int, request: "Request", request_id: str) -> None:
         options = plan.options
         base = target_path(self.options, request_id, options.hidden_states_path)
-        spec = self.spec(plan, prompt, max_tokens)
-        captures: list[Capture | None] = []
+        spec = self.spec(plan, request.prompt, request.max_tokens)
+        version = self.weights_version
+        for choice in range(request.params.n):
+            suffix = f"-{place}-{choice}" if place or choice else ""
+            path = base.with_name(base.name.removesuffix(SUFFIX) + suffix + SUFFIX) if suffix else base
+            capture = self.recorder.admit(
+                spec,
+                request_id=request_id + suffix,
+                path=path,
+                overwrite=options.overwrite,
+                facts={} if version is None else {"weights_version": version},
+            )
+            request.adopt(choice, capture)
+
+    def submit(self, requests: "Sequence[Request]") -> None:
+        """Queue admitted requests. May wait while too many wait already.
+
+        Raises:
+            EngineError: the engine is closed; nothing of the requests goes on.
+        """
         try:
-            for choice in range(num_choices):
-                suffix = f"-0-{choice}" if choice else ""
-                path = base.with_name(base.name.removesuffix(SUFFIX) + suffix + SUFFIX) if suffix else base
-                captures.append(
-                    self.recorder.admit(
-                        spec,
-                        request_id=request_id + suffix,
-                        path=path,
-                        overwrite=options.overwrite,
-                        facts={} if self.weights_version is None else {"weights_version": self.weights_version},
-                    )
-                )
-            if options.tag is not None:
-                handles = [handle(capture) for capture in captures if capture is not None]
-                reserve_tag(self.options.shared_storage_path, options.tag, request_id, handles)
-        except BaseException:
-            for capture in captures:
+            for request in requests:
+                for choice in range(request.params.n):
+                    self.engine.submit(request.job(choice))
+        except BaseException as exc:
+            for request in requests:
+                self.abort(request.output.request_id)
+                for capture in request.captures:
+                    if capture is not None:
+                        capture.fail(exc)
+                self._forget(request)
+            raise
+
+    def withdraw(self, requests: "Sequence[Request]") -> None:
+        """Give up what was admitted and not submitted, without a word: nobody was told of it."""
+        for request in requests:
+            for capture in request.captures:
                 if capture is not None:
                     capture.discard()
-            raise
-        return captures
+            self._forget(request)
 
     def abort(self, request_id: str) -> None:
         """End a running request; its reader is told. Unknown ids are ignored."""
@@ -198,6 +232,12 @@ class Frontend:
         if request is not None:
             for job_id in request.job_ids:
                 self.engine.abort(job_id)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that run or wait."""
+        with self._lock:
+            return sum(request.params.n for request in self._running.values())
 
     def _forget(self, request: "Request") -> None:
         with self._lock:
@@ -282,6 +322,7 @@ class Request:
         request_id: str,
         prompt: Prompt,
         params: SamplingParams,
+        max_tokens: int,
         tokenizer: Any,
         on_update: Callable[["Request"], None],
         on_end: Callable[["Request"], None],
@@ -289,17 +330,33 @@ class Request:
         self.output = RequestOutput(request_id=request_id, prompt=prompt.text, prompt_token_ids=prompt.token_ids)
         self.output.outputs = [CompletionOutput(index=choice, token_ids=[]) for choice in range(params.n)]
         self.job_ids = [f"{request_id}#{choice}" for choice in range(params.n)]
+        self.prompt = prompt
+        self.params = params
+        self.max_tokens = max_tokens
+        self.captures: list[Capture | None] = [None] * params.n
         self.error: BaseException | None = None
         self.lock = threading.Lock()
         self._tokenizer = tokenizer
         self._on_update = on_update
         self._on_end = on_end
 
-    def adopt(self, captures: list[Capture | None]) -> None:
-        """Note the handles of the captures."""
-        for output, capture in zip(self.output.outputs, captures, strict=True):
-            output.kv_transfer_params = None if capture is None else handle(capture)
+    def adopt(self, choice: int, capture: Capture) -> None:
+        """Take a choice's capture and note its handle."""
+        self.captures[choice] = capture
+        self.output.outputs[choice].kv_transfer_params = handle(capture)
         self.output.kv_transfer_params = self.output.outputs[0].kv_transfer_params
+
+    def job(self, choice: int) -> GenerateJob:
+        """What the engine is told about one choice."""
+        seed = None if self.params.seed is None else self.params.seed + choice
+        return GenerateJob(
+            request_id=self.job_ids[choice],
+            prompt_ids=self.prompt.token_ids,
+            params=self.params.replace(n=1, seed=seed),
+            max_tokens=self.max_tokens,
+            capture=self.captures[choice],
+            on_delta=functools.partial(self.take, choice),
+        )
 
     def take(self, choice: int, delta: Delta) -> None:
         """Add what one step gave to one choice."""

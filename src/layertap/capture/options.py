@@ -1,6 +1,7 @@
 """What a server (or an offline `LLM`) is set up to do: the keys of `kv_connector_extra_config`."""
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,12 @@ def _folders(value: Any) -> bool | tuple[str, ...]:
             raise ValueError(f"expected absolute folders ({relative[0]!r} is relative)")
         return tuple(value)
     raise ValueError("expected true, false or a list of folders")
+
+
+def _handover(value: Any) -> str:
+    if value in ("path", "http") or (isinstance(value, str) and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\0]*", value)):
+        return str(value)
+    raise ValueError("expected 'path', 'http' or a URL such as 's3://bucket/folder'")
 
 
 def _path(value: Any) -> str:
@@ -52,6 +59,11 @@ class StoreOptions:
     )
     ttl_seconds: float | None = parsing.option(
         None, parsing.optional(parsing.seconds), "files older than this may be removed"
+    )
+    handover: str = parsing.option(
+        "path",
+        _handover,
+        "how clients get a file: 'path' (shared file system), 'http', or an object store's URL (s3://...)",
     )
     fsync: bool = parsing.option(False, parsing.boolean, "sync each file before it is published")
 

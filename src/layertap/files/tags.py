@@ -15,18 +15,18 @@ from layertap.errors import OptionError
 from layertap.files.paths import temporary_path
 
 
-def tag_path(storage: str, tag: str) -> Path:
-    """Where a tag's record is. Tags are plain names (RequestOptions checks that)."""
-    return Path(storage) / "tags" / f"{tag}.json"
+def tag_path(storage: str, tag: str, owner: str = "") -> Path:
+    """Where a tag's record is. Tags are plain names (RequestOptions checks that); so are owners, each with a folder."""
+    return Path(storage) / "tags" / owner / f"{tag}.json"
 
 
-def reserve_tag(storage: str, tag: str, request_id: str, handles: Sequence[dict[str, Any]]) -> Path:
-    """Write a tag's record.
+def reserve_tag(storage: str, tag: str, request_id: str, handles: Sequence[dict[str, Any]], *, owner: str = "") -> Path:
+    """Write a tag's record; tags are unique per owner.
 
     Raises:
         OptionError: the tag is taken.
     """
-    path = tag_path(storage, tag)
+    path = tag_path(storage, tag, owner)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_path(path)
     try:
@@ -46,9 +46,9 @@ def reserve_tag(storage: str, tag: str, request_id: str, handles: Sequence[dict[
     return path
 
 
-def read_tag(storage: str, tag: str) -> dict[str, Any] | None:
+def read_tag(storage: str, tag: str, owner: str = "") -> dict[str, Any] | None:
     """A tag's record, or None."""
     try:
-        return dict(json.loads(tag_path(storage, tag).read_text()))
+        return dict(json.loads(tag_path(storage, tag, owner).read_text()))
     except FileNotFoundError:
         return None

@@ -6,7 +6,6 @@ file, its error twin. The engine and the other captures go on.
 
 import logging
 import os
-import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,11 +19,12 @@ from layertap import __version__
 from layertap.assembly import Assembly, Piece, Rows
 from layertap.capture.options import StoreOptions
 from layertap.capture.request import CaptureSpec
-from layertap.errors import EngineError, HiddenStatesError, LayertapError, StoreFullError
+from layertap.errors import EngineError, HiddenStatesError, LayertapError
 from layertap.files import format as fmt
 from layertap.files.publish import PendingFile
 from layertap.writing.budget import ByteBudget
 from layertap.writing.pool import Lane, WriterPool
+from layertap.writing.room import Reservation, StoreRoom
 from layertap.writing.sinks import FileSink, MemorySink, Result, Sink
 
 logger = logging.getLogger(__name__)
@@ -50,13 +50,22 @@ class Capture:
         result: resolves to a `Result`, or raises the reason, once published or failed.
     """
 
-    def __init__(self, spec: CaptureSpec, sink: Sink, recorder: "Recorder", request_id: str, path: Path | None) -> None:
+    def __init__(
+        self,
+        spec: CaptureSpec,
+        sink: Sink,
+        recorder: "Recorder",
+        request_id: str,
+        path: Path | None,
+        room: Reservation | None,
+    ) -> None:
         self.spec = spec
         self.path = path
         self.request_id = request_id
         self.result: Future[Result] = Future()
         self._sink = sink
         self._recorder = recorder
+        self._room = room
         self._lane: Lane = recorder.pool.lane()
         self._assembly = Assembly(spec)
         self._lock = threading.Lock()
@@ -129,6 +138,7 @@ class Capture:
             except Exception as exc:  # noqa: BLE001 - told to the reader and to whoever holds the future
                 self._end_failed(exc)
             else:
+                self._settle(result.info.data_bytes)
                 self._recorder.note_published(result)
                 self.result.set_result(result)
 
@@ -151,6 +161,7 @@ class Capture:
 
             def drop() -> None:
                 self._sink.discard()
+                self._settle(0)
                 self.result.set_exception(cause)
 
             self._submit(drop)
@@ -163,12 +174,17 @@ class Capture:
     def _end_failed(self, cause: BaseException) -> None:
         reason = describe(cause)
         self._sink.fail(reason)
+        self._settle(0)
         self._recorder.note_failed(reason)
         error: BaseException = cause
         if not isinstance(cause, LayertapError):
             error = HiddenStatesError(f"request {self.request_id}: {reason}", reason=reason, request_id=self.request_id)
             error.__cause__ = cause
         self.result.set_exception(error)
+
+    def _settle(self, num_bytes: int) -> None:
+        if self._room is not None:
+            self._room.settle(num_bytes)
 
     def _submit(self, task: Callable[[], None]) -> None:
         try:
@@ -193,6 +209,7 @@ class Recorder:
         self.budget = ByteBudget(options.byte_budget())
         self.pool = WriterPool(options.num_writer_threads)
         self.counts = Counts()
+        self.room = StoreRoom(options)
         self._model = model
         self._num_layers = num_layers
         self._facts = {"layertap_version": __version__, **facts}
@@ -221,7 +238,7 @@ class Recorder:
         Raises:
             OptionError: positions outside of what can exist.
             TargetExistsError: the file exists, or another request is about to write it.
-            StoreFullError: the file system would have less than `min_free_bytes` left.
+            StoreFullError: the store's quota is used up, or its file system would have less than `min_free_bytes` left.
             OSError: the folder can't be written to.
         """
         spec.window.admit(spec.prompt_len, spec.max_tokens)
@@ -239,36 +256,30 @@ class Recorder:
         )
         max_rows = len(spec.candidates)
         sink: Sink
+        room: Reservation | None = None
         if path is None:
             sink = MemorySink(spec, info)
         else:
-            self._check_room(path, max_rows * spec.row_bytes)
-            sink = FileSink(
-                PendingFile(
-                    path,
-                    info,
-                    max_rows,
-                    overwrite=overwrite,
-                    lock=lock and self.options.use_synchronization_lock,
-                    fsync=self.options.fsync,
-                    request_id=request_id,
-                ),
-                spec,
-            )
+            room = self.room.reserve(path, max_rows * (spec.row_bytes + 8))
+            try:
+                sink = FileSink(
+                    PendingFile(
+                        path,
+                        info,
+                        max_rows,
+                        overwrite=overwrite,
+                        lock=lock and self.options.use_synchronization_lock,
+                        fsync=self.options.fsync,
+                        request_id=request_id,
+                    ),
+                    spec,
+                )
+            except BaseException:
+                room.settle(0)
+                raise
         with self._lock:
             self.counts.admitted += 1
-        return Capture(spec, sink, self, request_id, path)
-
-    def _check_room(self, path: Path, num_bytes: int) -> None:
-        folder = path.parent
-        while not folder.exists() and folder != folder.parent:
-            folder = folder.parent
-        free = shutil.disk_usage(folder).free
-        if free - num_bytes < self.options.min_free_bytes:
-            raise StoreFullError(
-                f"no room for {num_bytes} bytes of hidden states: {folder} has {free} free, of which min_free_bytes keeps "
-                f"{self.options.min_free_bytes}"
-            )
+        return Capture(spec, sink, self, request_id, path, room)
 
     def note_published(self, result: Result) -> None:
         """Count a finished capture."""
