@@ -1,0 +1,79 @@
+"""Adding a command or an option means editing a list here, in plain sight of the review."""
+
+import subprocess
+import sys
+
+import typer
+
+from layertap.cli.app import make_app
+from layertap.cli.reporting import bytes_text, parse_bytes, seconds_text
+
+SURFACE = {
+    "clean": ["--dry-run", "--ttl-seconds", "folder"],
+    "extract": [
+        "--add-generation-prompt",
+        "--device",
+        "--dtype",
+        "--engine",
+        "--field",
+        "--fsync",
+        "--input-format",
+        "--layers",
+        "--layout",
+        "--limit",
+        "--max-model-len",
+        "--max-num-batched-tokens",
+        "--no-fsync",
+        "--out",
+        "--quiet",
+        "--resume-check",
+        "--revision",
+        "--save-dtype",
+        "--shard-seconds",
+        "--shard-size",
+        "--text-unit",
+        "--tokenizer",
+        "--trust-remote-code",
+        "-q",
+        "input",
+        "model",
+    ],
+    "inspect": ["--plot", "--sample", "--tokenizer", "--top", "path"],
+    "verify": ["--device", "--model", "--sample", "--seed", "--trust-remote-code", "path"],
+}
+
+
+def test_commands_and_options_are_the_known_ones():
+    commands = typer.main.get_command(make_app()).commands
+    found = {
+        name: sorted(word for one in command.params for word in (*one.opts, *one.secondary_opts))
+        for name, command in commands.items()
+    }
+    assert {name: found[name] for name in SURFACE} == SURFACE
+    assert set(found) - set(SURFACE) <= {"serve"}
+
+
+def test_help_costs_no_heavy_import():
+    script = (
+        "import sys\n"
+        "from layertap.cli import main\n"
+        "sys.argv = ['layertap', 'extract', '--help']\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'pyarrow', 'safetensors', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--layers" in done.stdout
+
+
+def test_sizes_and_times_are_read_and_said():
+    assert [parse_bytes(text) for text in ("2GiB", "500 MB", "1.5k", "7")] == [2 << 30, 500_000_000, 1500, 7]
+    assert [bytes_text(size) for size in (0, 1023, 1536, 3 << 30, 5 << 40)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "3.0 GiB",
+        "5.0 TiB",
+    ]
+    assert [seconds_text(seconds) for seconds in (0.4, 61, 3723)] == ["0:00", "1:01", "1:02:03"]
