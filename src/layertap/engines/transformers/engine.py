@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -11,12 +12,15 @@ from typing import Any
 import torch
 import transformers
 
-from layertap.engines.base import ExtractJob, ModelInfo
+from layertap.engines.base import ExtractJob, GenerateJob, ModelInfo
 from layertap.engines.transformers.extract import Extractor
+from layertap.engines.transformers.generate import GenerationOptions, Generator
+from layertap.engines.transformers.generation_config import read_generation_config
 from layertap.engines.transformers.load import open_model, open_tokenizer
 from layertap.engines.transformers.selftest import Routes
+from layertap.engines.transformers.trial import Verdict
 from layertap.engines.transformers.weights import Weights
-from layertap.errors import ModelError
+from layertap.errors import EngineError, ModelError
 
 __all__ = ["TransformersEngine"]
 
@@ -35,6 +39,7 @@ class TransformersEngine:
         tokenizer: a folder or hub id, where the tokenizer isn't the model's.
         max_model_len: a lower limit on the length of sequences.
         max_num_batched_tokens: most tokens of a shared forward of `extract`; None chooses for the device.
+        generation: how much memory and how many sequences generation may take.
 
     Raises:
         ModelError: the model can't be loaded.
@@ -52,6 +57,7 @@ class TransformersEngine:
         tokenizer: str | Path | None = None,
         max_model_len: int | None = None,
         max_num_batched_tokens: int | None = None,
+        generation: GenerationOptions | None = None,
     ) -> None:
         self._source = open_model(
             model, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
@@ -59,6 +65,11 @@ class TransformersEngine:
         self._tokenizer_source = tokenizer
         self.weights = Weights(self._source)
         layout = self.weights.layout
+        self._generation_options = generation
+        self._generator: Generator | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+        eos_token_ids, defaults = read_generation_config(self._source)
         self.info = ModelInfo(
             model=str(model),
             revision=self._source.revision,
@@ -72,6 +83,8 @@ class TransformersEngine:
             engine_version=transformers.__version__,
             quantization=self._source.quantization,
             residual=layout.found.residual.note,
+            eos_token_ids=eos_token_ids,
+            generation_defaults=defaults,
         )
         self._extractor = Extractor(
             self.weights, max_model_len=self.info.max_model_len, budget_tokens=max_num_batched_tokens
@@ -96,5 +109,40 @@ class TransformersEngine:
         """Say how prompts of this model may share a forward, with its first `depth` blocks (all of them if None)."""
         return self._extractor.prepare(self.info.num_layers if depth is None else depth)
 
+    def submit(self, job: GenerateJob) -> None:
+        """Queue a generation; the first one loads what isn't loaded yet. Failures come as a Delta with finish_reason "error".
+
+        Raises:
+            ModelError: the weights can't be loaded.
+            OptionError: the request id is in use.
+            EngineError: the engine is closed.
+        """
+        self.generator.submit(job)
+
+    def abort(self, request_id: str) -> None:
+        """End a generation now; its last Delta says "abort". Unknown ids are ignored."""
+        if self._generator is not None:
+            self._generator.abort(request_id)
+
+    @property
+    def generator(self) -> Generator:
+        """The generating half, made when it is first needed: it wants the whole model, the head too."""
+        with self._lock:
+            if self._closed:
+                raise EngineError("the engine is closed")
+            if self._generator is None:
+                model = self.weights.at_least(self.info.num_layers, complete=True)
+                self._generator = Generator(model, self.tokenizer, self.info, options=self._generation_options)
+            return self._generator
+
+    def verdict(self) -> Verdict:
+        """Say how this model generates (batched or one at a time), and why."""
+        return self.generator.verdict
+
     def close(self) -> None:
         """End everything; running generations end with an error."""
+        with self._lock:
+            self._closed = True
+            generator, self._generator = self._generator, None
+        if generator is not None:
+            generator.close()
