@@ -101,7 +101,7 @@ def find_blocks(model: nn.Module) -> Blocks:
     if len(chosen) != 1:
         raise UnsupportedModelError(_refusal(model, counts, chosen, candidates))
     path = chosen[0].path
-    blocks = [module for _, module in model.get_submodule(path).named_children()]
+    blocks = _elements(model.get_submodule(path))
     reasons = [root_reason] if root_reason else []
     reasons.append(f"it is the only list of blocks there that fits ({chosen[0].verdict})")
     if counts:
@@ -176,13 +176,18 @@ def _module_lists(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
+def _elements(container: nn.Module) -> list[nn.Module]:
+    """The elements of a list of modules; unlike children(), one that stands twice comes twice."""
+    return [module for module in container._modules.values() if module is not None]
+
+
 def _is_block(module: nn.Module) -> bool:
     norms = any(is_norm(part) for part in module.modules() if part is not module)
     return norms and sum(parameter.ndim >= 2 for parameter in module.parameters()) >= 2
 
 
 def _judge(model: nn.Module, path: str, found: nn.Module, root: str, text: Any) -> Candidate:
-    children = list(found.children())
+    children = _elements(found)
     verdict, eligible = "every element holds a norm and weight matrices", True
     owner = _foreign_config(model, path, text)
     if not all(_is_block(child) for child in children):
