@@ -59,7 +59,8 @@ def checkpoint_for(source: ModelSource, needed: tuple[str, range] | None) -> Ite
         )
     _check_headers([folder / name for name in shards])
     with tempfile.TemporaryDirectory(prefix="layertap-") as view:
-        for name in shards:
+        # transformers also reads the other configurations of a folder
+        for name in [*shards, *(file.name for file in folder.glob("*.json") if not file.name.endswith(".index.json"))]:
             target = Path(view, name)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.symlink_to((folder / name).resolve())
