@@ -30,7 +30,6 @@ _CAUSAL = """
 
 SAME_AS = {
     "gemma3": "multimodal; its causal class is the text decoder of gemma3_text",
-    "gemma3n": "multimodal; its text decoder is gemma3n_text",
     "gemma4": "multimodal; its text decoder is gemma4_text",
     "gemma4_unified": "multimodal; its text decoder is gemma4_unified_text",
     "got_ocr2": "multimodal only; listed among the multimodal cases",
@@ -60,6 +59,14 @@ _MULTIMODAL = {
     "lfm2_vl": "Lfm2VlForConditionalGeneration",
     "qwen2_audio": "Qwen2AudioForConditionalGeneration",
     "voxtral": "VoxtralForConditionalGeneration",
+    "aria": "AriaForConditionalGeneration",
+    "aya_vision": "AyaVisionForConditionalGeneration",
+    "deepseek_vl": "DeepseekVLForConditionalGeneration",
+    "evolla": "EvollaForProteinText2Text",
+    "idefics2": "Idefics2ForConditionalGeneration",
+    "kimi_k25": "Kimi_K25ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
 }
 
 _ENCODER_DECODER = {
@@ -76,6 +83,9 @@ _ENCODER_DECODER = {
     "m2m_100": "M2M100ForConditionalGeneration",
     "led": "LEDForConditionalGeneration",
     "whisper": "WhisperForConditionalGeneration",
+    "nllb-moe": "NllbMoeForConditionalGeneration",
+    "seamless_m4t": "SeamlessM4TForTextToText",
+    "t5gemma2": "T5Gemma2ForConditionalGeneration",
 }
 
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
@@ -221,12 +231,13 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 _DRAFT = "a draft head and no model of its own: its forward wants the target's hidden states and key-value cache"
 _CODEBOOKS = "reads several audio codebooks a step, not one token id a position"
 UNBUILDABLE: dict[str, str] = {
+    "gemma3n": "its vision tower wants the package timm; the text decoder is the case gemma3n_text",
     "gemma4_assistant": _DRAFT,
     "gemma4_unified_assistant": _DRAFT,
     "musicgen": _CODEBOOKS,
     "musicgen_melody": _CODEBOOKS,
 }
-"""Causal model types of transformers 5.19 that the zoo can't hold, and why."""
+"""Model types of transformers 5.19 that the zoo can't hold, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
