@@ -102,9 +102,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def _refuse(self, request: Any, reason: str, *, exists: bool) -> None:
         self._refused[request.request_id] = reason
         logger.warning("layertap: request %s is refused: %s", request.request_id, reason)
-        request.max_tokens = 1
-        if hasattr(request, "abort_immediately"):
-            request.abort_immediately = True
+        request.max_tokens = 1  # an abort from here would leave the front end waiting
         if exists or self._desk is None:
             return
         try:
