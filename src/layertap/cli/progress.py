@@ -1,10 +1,10 @@
 """Progress of a long extraction: a bar on a terminal, a line every half minute elsewhere."""
 
-import sys
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task
@@ -16,22 +16,42 @@ if TYPE_CHECKING:
     from layertap.datasets.extraction import RunReport
 
 _LINE_SECONDS = 30.0
+_WINDOW_SECONDS = 60.0
+_POINT_SECONDS = 0.5
+
+
+class _Point(NamedTuple):
+    time: float
+    records: int
+    tokens: int
+    num_bytes: int
 
 
 class RunProgress:
-    """Show a `RunReport` while it is filled.
+    """Show a `RunReport` while it is filled. Rates are those of the last minute: loading and self-test don't count.
 
     Args:
         total: records of the input, where known.
         quiet: show nothing.
+        console: where; default standard error.
+        clock: seconds; for tests.
     """
 
-    def __init__(self, total: int | None, *, quiet: bool) -> None:
-        self._total = total
+    def __init__(
+        self,
+        total: int | None,
+        *,
+        quiet: bool,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.total = total
+        self._clock = clock
         self._report: RunReport | None = None
-        self._started = time.monotonic()
-        self._last_line = self._started
-        console = Console(stderr=True)
+        self._note = "checking what is done already"
+        self._points: deque[_Point] = deque()
+        self._last_line = clock()
+        console = console or Console(stderr=True)
         self._bar = None if quiet or not console.is_terminal else _Bar(self, console)
         self._lines = not quiet and self._bar is None
 
@@ -47,14 +67,20 @@ class RunProgress:
             self._bar.stop()
 
     def begin(self, report: "RunReport") -> None:
-        """Start counting time: what was done before doesn't make this run faster."""
+        """The run starts: what was done before is known."""
         self._report = report
-        self._started = time.monotonic()
+        self._note = "loading the layers, trying how they pack"
+
+    def note(self, message: str) -> None:
+        """Say something of importance; on a terminal it stays in view."""
+        self._note = message
+        if self._bar is None:
+            say(message)
 
     def tick(self) -> None:
         """Called for every prompt; writes a line now and then where there is no terminal."""
-        now = time.monotonic()
-        if self._lines and self._report is not None and now - self._last_line >= _LINE_SECONDS:
+        now = self._clock()
+        if self._lines and now - self._last_line >= _LINE_SECONDS:
             self._last_line = now
             say(self.text())
 
@@ -62,29 +88,41 @@ class RunProgress:
         """What is known, in one line."""
         report = self._report
         if report is None:
-            return "checking what is done already"
-        seconds = max(time.monotonic() - self._started, 1e-3)
-        seen = f"{report.num_seen:,}" + (f"/{self._total:,}" if self._total is not None else "")
-        parts = [
-            f"{seen} prompts",
-            f"{report.num_tokens / seconds:,.0f} tokens/s",
-            f"{bytes_text(report.num_bytes / seconds)}/s",
-            f"{bytes_text(report.num_bytes)}",
-        ]
+            return self._note
+        seen = f"{report.num_seen:,}" + (f"/{self.total:,}" if self.total is not None else "")
+        parts = [f"{seen} prompts"]
+        first, last = self._window(report)
+        seconds = last.time - first.time
+        if seconds > 0:
+            parts += [
+                f"{(last.tokens - first.tokens) / seconds:,.0f} tokens/s",
+                f"{bytes_text((last.num_bytes - first.num_bytes) / seconds)}/s",
+            ]
+            if self.total is not None and last.records > first.records:
+                left = max(0, self.total - report.num_seen) * seconds / (last.records - first.records)
+                parts.append(f"{seconds_text(left)} left")
         if report.num_failed:
             parts.append(f"{report.num_failed:,} failed")
-        done_now = report.num_samples + report.num_failed
-        if self._total is not None and done_now:
-            left = max(0, self._total - report.num_seen) * seconds / done_now
-            parts.append(f"{seconds_text(left)} left")
+        if self._note.startswith("stop") or not last.records:
+            parts.append(self._note)
         return ", ".join(parts)
 
     @property
     def share(self) -> float:
         """Records that are through, of all; 0 where unknown."""
-        if self._report is None or not self._total:
+        if self._report is None or not self.total:
             return 0.0
-        return min(1.0, self._report.num_seen / self._total)
+        return min(1.0, self._report.num_seen / self.total)
+
+    def _window(self, report: "RunReport") -> tuple[_Point, _Point]:
+        """The oldest point of the last minute since the first result, and now."""
+        now = _Point(self._clock(), report.num_samples + report.num_failed, report.num_tokens, report.num_bytes)
+        points = self._points
+        if now.records and (not points or now.time - points[-1].time >= _POINT_SECONDS):
+            points.append(now)
+        while len(points) > 1 and now.time - points[0].time > _WINDOW_SECONDS:
+            points.popleft()
+        return (points[0] if points else now), now
 
 
 class _RunText(ProgressColumn):
@@ -100,12 +138,13 @@ class _Bar(Progress):
     """Rich asks for its parts ten times a second, from its own thread; the numbers are read then."""
 
     def __init__(self, run: RunProgress, console: Console) -> None:
-        super().__init__(SpinnerColumn(), BarColumn(24), _RunText(run), console=console, transient=True)
+        super().__init__(SpinnerColumn(), BarColumn(16), _RunText(run), console=console, transient=True)
         self._run = run
-        self._task = self.add_task("", total=None if run._total is None else 1.0)
+        self.add_task("", total=None if run.total is None else 1.0)
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        self.update(self._task, completed=self._run.share)
+        for task in self.tasks:
+            task.completed = self._run.share
         yield from super().get_renderables()
 
 
@@ -120,8 +159,3 @@ def summary(report: "RunReport") -> str:
         lines.append(f"{plural(report.num_skipped, 'sample')} had been done before, by checksum")
     lines += [f"damaged, set aside and computed again: {message}" for message in report.damaged]
     return "\n".join(lines)
-
-
-def is_terminal() -> bool:
-    """True where somebody sees standard error."""
-    return sys.stderr.isatty()

@@ -1,17 +1,21 @@
 """Ctrl-C: the first one asks the run to end in good order, the second one ends it at once."""
 
 import signal
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Self
 
-from layertap.cli.reporting import say
-
 
 class GracefulStop:
-    """While active, SIGINT and SIGTERM set `requested`; a second one raises KeyboardInterrupt."""
+    """While active, SIGINT and SIGTERM set `requested`; a second one raises KeyboardInterrupt.
 
-    def __init__(self) -> None:
+    Args:
+        announce: gets a message for the user at the first signal.
+    """
+
+    def __init__(self, announce: Callable[[str], None]) -> None:
         self.requested = False
+        self._announce = announce
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Self:
@@ -29,4 +33,4 @@ class GracefulStop:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        say("stopping: the prompts that are running are finished first; once more to drop them")
+        self._announce("stopping: the prompts that are running are finished first; once more to drop them")
