@@ -94,6 +94,8 @@ class PagedRunner:
     def remove(self, key: str) -> None:
         """Free a request; takes effect before the next step."""
         self._manager.cancel_request(key)
+        # Set when the cache ran full, and unset only by requests that end by transformers' own rules.
+        self._processor.scheduler.block_new_requests = False
 
     def schedule(self) -> list[Scheduled]:
         """Choose what runs next; empty if there is nothing, or nothing fits."""
@@ -161,7 +163,7 @@ def _check_shape(manager: Any, processor: Any) -> None:
         (processor, ("prepare_next_batch", "_generation_step", "update_batch", "inputs_and_outputs", "model_runner")),
         (processor.inputs_and_outputs, ("requests_in_batch",)),
         (processor.model_runner, ("_sample",)),
-        (processor.scheduler, ("has_pending_requests",)),
+        (processor.scheduler, ("block_new_requests",)),
     ]
     for owner, names in wanted:
         for name in names:
