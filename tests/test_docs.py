@@ -25,7 +25,8 @@ def folder(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("docs")
     for name, case in MODELS.items():
-        zoo.save(case, folder / name)
+        (folder / name).parent.mkdir(exist_ok=True)
+        zoo.save(case, folder / "zoo").rename(folder / name)
     return folder
 
 
