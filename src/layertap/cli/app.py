@@ -1,6 +1,7 @@
 """The list of commands."""
 
 import importlib
+from typing import Any
 
 import typer
 
@@ -8,11 +9,22 @@ from layertap import __version__
 
 COMMANDS = {
     "extract": "layertap.cli.extract:extract",
+    "serve": "layertap.cli.serve:serve",
+    "serve-files": "layertap.cli.serve_files:serve_files",
     "inspect": "layertap.cli.inspect:inspect",
     "verify": "layertap.cli.verify:verify",
     "clean": "layertap.cli.clean:clean",
 }
 """Name -> function, in the order of the help. The modules are cheap to import; the work behind them isn't."""
+
+CONTEXTS: dict[str, dict[str, Any]] = {
+    # vLLM's flags are written with dashes or underscores, and those that aren't ours go to its own server
+    "serve": {
+        "token_normalize_func": lambda word: word.replace("_", "-"),
+        "ignore_unknown_options": True,
+        "allow_extra_args": True,
+    },
+}
 
 EPILOG = "Exit codes: 0 done; 1 failed; 2 wrong options; 3 done, but some prompts failed or something is damaged; 130 stopped."
 
@@ -39,5 +51,5 @@ def make_app() -> typer.Typer:
 
     for name, place in COMMANDS.items():
         module, _, function = place.partition(":")
-        app.command(name)(getattr(importlib.import_module(module), function))
+        app.command(name, context_settings=CONTEXTS.get(name))(getattr(importlib.import_module(module), function))
     return app

@@ -164,7 +164,7 @@ def _run(
     if not quiet:
         say(f"loading {model}")
     progress = RunProgress(estimate_records(source), quiet=quiet)
-    with LLM(model, engine=engine, **engine_options) as llm, GracefulStop(progress.note) as stop:
+    with LLM(model, engine=engine, layers=options.layers, **engine_options) as llm, GracefulStop(progress.note) as stop:
         if not quiet:
             info = llm.info
             say(

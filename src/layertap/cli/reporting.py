@@ -38,6 +38,9 @@ def errors_explained() -> Iterator[None]:
     except (LayertapError, OSError) as exc:
         say_error(_message(exc))
         raise typer.Exit(FAILED) from exc
+    except KeyboardInterrupt as exc:
+        say("stopped")
+        raise typer.Exit(STOPPED) from exc
 
 
 def say_error(message: str) -> None:
