@@ -68,7 +68,11 @@ def test_concurrent_requests_of_mixed_lengths_and_options_keep_their_own_rows(ll
         prompt_len, tokens = len(output.prompt_token_ids), tokens_of(output)
         layers = {None: range(5), "last": [4]}.get(str(option.get("layers", "None")).replace("None", "") or None)
         layers = layers if layers is not None else ([4] if option["layers"] == "last" else option["layers"])
-        end = len(tokens) - 1 if option.get("include_output_tokens") or option.get("positions") == "output" else prompt_len
+        end = (
+            len(tokens) - 1
+            if option.get("include_output_tokens") or option.get("positions") == "output"
+            else prompt_len
+        )
         rows = {
             "last": slice(end - 1, end),
             "output": slice(prompt_len, end),
@@ -125,7 +129,9 @@ def test_each_choice_has_a_file_of_its_own_tokens_and_the_tag_finds_them(llm, mo
 
 
 def test_choices_of_a_request_with_a_path_get_numbered_names(llm, model, tmp_path):
-    sampling = params(5, temperature=1.0, n=2, include_output_tokens=True, hidden_states_path=str(tmp_path / "x.safetensors"))
+    sampling = params(
+        5, temperature=1.0, n=2, include_output_tokens=True, hidden_states_path=str(tmp_path / "x.safetensors")
+    )
     output = generate(llm, prompts([12], seed=7), sampling)[0]
     check_file(model, str(tmp_path / "x.safetensors"), tokens_of(output, 0)[:-1])
     check_file(model, str(tmp_path / "x-0-1.safetensors"), tokens_of(output, 1)[:-1])

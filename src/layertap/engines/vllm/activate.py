@@ -71,7 +71,7 @@ def _patch_hash() -> None:
         salted = f"{plain} layertap {__version__} {found.layers}"
         return hashlib.sha256(salted.encode()).hexdigest()[: max(10, len(plain))]
 
-    VllmConfig.compute_hash = compute_hash  # type: ignore[method-assign]
+    VllmConfig.compute_hash = compute_hash
 
 
 def _patch_front_end() -> None:

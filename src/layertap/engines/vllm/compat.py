@@ -68,7 +68,9 @@ def check_config(config: Any) -> None:
     parallel = config.parallel_config
     refused = {
         "kv_sharing_fast_prefill: its later layers see only some rows": config.cache_config.kv_sharing_fast_prefill,
-        "dual-batch overlap (enable_dbo): a block sees only a part of the batch": getattr(parallel, "enable_dbo", False),
+        "dual-batch overlap (enable_dbo): a block sees only a part of the batch": getattr(
+            parallel, "enable_dbo", False
+        ),
         "prefill context parallelism: a rank sees only a part of the tokens": getattr(
             parallel, "prefill_context_parallel_size", 1
         )

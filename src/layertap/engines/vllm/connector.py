@@ -32,13 +32,13 @@ activate.activate()
 
 
 @dataclass
-class NewsMetadata(KVConnectorMetadata):
+class NewsMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """What goes to the workers with each step."""
 
     news: News
 
 
-class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
+class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """See the module."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
@@ -141,13 +141,13 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             failure = "the request was aborted before it was finished"
         elif reason not in {"stop", "length", "abort", "repetition"}:
             failure = f"the engine ended the request with {reason!r}"
+        if reason == "abort" and stops:
+            reason = "stop"
+        tokens = request.all_token_ids
+        if order.prefill:
+            tokens, reason = request.prompt_token_ids, "prefill"
         self._tell(
-            Finish(
-                request_id=request.request_id,
-                token_ids=tuple(request.all_token_ids),
-                finish_reason="stop" if reason == "abort" and stops else reason,
-                failure=failure,
-            )
+            Finish(request_id=request.request_id, token_ids=tuple(tokens), finish_reason=reason, failure=failure)
         )
         return handle(order)
 

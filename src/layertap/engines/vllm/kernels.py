@@ -11,17 +11,17 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
-def _tap_kernel(  # type: ignore[no-untyped-def]
-    hidden,
-    residual,
-    destinations,
-    plans,
-    table,
-    control,
-    hidden_stride,
-    residual_stride,
-    tap: tl.constexpr,
+@triton.jit(do_not_specialize=["tap"])  # type: ignore[untyped-decorator]
+def _tap_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
+    hidden,  # noqa: ANN001
+    residual,  # noqa: ANN001
+    destinations,  # noqa: ANN001
+    plans,  # noqa: ANN001
+    table,  # noqa: ANN001
+    control,  # noqa: ANN001
+    hidden_stride,  # noqa: ANN001
+    residual_stride,  # noqa: ANN001
+    tap,  # noqa: ANN001
     num_taps: tl.constexpr,
     width: tl.constexpr,
     block: tl.constexpr,

@@ -43,7 +43,8 @@ def find_blocks(model: nn.Module, num_layers: int, attention_names: Iterable[str
     serving = [(name, module) for name, module in lists if any(other.startswith(f"{name}.") for other in names)]
     found = serving or lists
     if len(found) > 1 and hasattr(model, "get_language_model"):
-        inside = {id(module) for module in model.get_language_model().modules()}
+        language_model: Any = model
+        inside = {id(module) for module in language_model.get_language_model().modules()}
         found = [(name, module) for name, module in found if id(module) in inside] or found
     if len(found) != 1:
         raise UnsupportedModelError(

@@ -16,6 +16,7 @@ class Order:
         overwrite: replace an existing file.
         public_id: the id that the client knows.
         tag: the client's own id, or None.
+        prefill: only the prompt is wanted.
     """
 
     request_id: str
@@ -24,6 +25,7 @@ class Order:
     overwrite: bool
     public_id: str
     tag: str | None
+    prefill: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

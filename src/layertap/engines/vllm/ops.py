@@ -5,12 +5,12 @@
 that mutates nothing and returns nothing is dropped by the compiler.
 """
 
+from typing import Any
+
 import torch
 
-_SCHEMA = (
-    "tap(Tensor hidden, Tensor? residual, Tensor destinations, Tensor plans, Tensor table, Tensor(a!) control, int tap) -> ()"
-)
-_library: torch.library.Library | None = None
+_SCHEMA = "tap(Tensor hidden, Tensor? residual, Tensor destinations, Tensor plans, Tensor table, Tensor(a!) control, int tap) -> ()"
+_library: Any = None
 _cpu_arenas: dict[int, torch.Tensor] = {}
 
 
@@ -19,7 +19,7 @@ def define() -> None:
     global _library
     if _library is not None:
         return
-    library = torch.library.Library("layertap", "FRAGMENT")
+    library: Any = torch.library.Library("layertap", "FRAGMENT")  # type: ignore[no-untyped-call]
     library.define(_SCHEMA)
     library.impl("tap", _tap_cpu, "CPU")
     library.impl("tap", _tap_cuda, "CUDA")

@@ -21,6 +21,10 @@ from layertap.files.tags import reserve_tag, tag_path
 
 CHOICES_KEY = "layertap_choices"
 """Put into kv_transfer_params by the front end where n > 1: the engine then sees one request per choice, all with the same options."""
+ID_KEY = "layertap_id"
+"""Put there by our own front end: the id that the client knows the request by."""
+PREFILL_KEY = "layertap_prefill"
+"""Put there by our own front end: only the prompt is wanted; the token that vLLM samples anyway is no part of the sequence."""
 
 _CHILD = re.compile(r"(\d+)_(.+)", re.DOTALL)
 
@@ -65,36 +69,47 @@ class OrderDesk:
         """
         mine = dict(asked.params or {})
         choices = mine.pop(CHOICES_KEY, 1)
+        public_id = mine.pop(ID_KEY, None)
+        prefill = mine.pop(PREFILL_KEY, False) is True
         options = RequestOptions.parse(mine, foreign_keys_allowed=self.configured.shared)
         store = self.configured.options
         if not (store.capture_by_default if options.capture is None else options.capture):
             return None
         if not asked.has_token_ids:
-            raise OptionError("kv_transfer_params: hidden states of a prompt given as embeddings can't be checked; refused")
+            raise OptionError(
+                "kv_transfer_params: hidden states of a prompt given as embeddings can't be checked; refused"
+            )
         choice = _choice(asked.request_id) if choices > 1 else 0
         path = target_path(store, asked.request_id, options.hidden_states_path)
-        if choice and options.hidden_states_path is not None and path.name == os.path.basename(options.hidden_states_path):
+        if (
+            choice
+            and options.hidden_states_path is not None
+            and path.name == os.path.basename(options.hidden_states_path)
+        ):
             path = path.with_name(f"{path.name.removesuffix(SUFFIX)}-0-{choice}{SUFFIX}")
         spec = CaptureSpec(
             layers=self._layers(options),
             dtype=options.save_dtype or self.configured.dtype,
             hidden_size=self.configured.hidden_size,
             prompt_len=asked.prompt_len,
-            max_tokens=max(1, min(asked.max_tokens, self._max_model_len - asked.prompt_len)),
+            max_tokens=0 if prefill else max(1, min(asked.max_tokens, self._max_model_len - asked.prompt_len)),
             window=options.window,
         )
         spec.window.admit(spec.prompt_len, spec.max_tokens)
         if not options.overwrite and os.path.lexists(path):
             raise TargetExistsError(f"{path} exists already; `overwrite` would replace it")
         if options.tag is not None and not choice and tag_path(store.shared_storage_path, options.tag).exists():
-            raise OptionError(f"kv_transfer_params.tag: {options.tag!r} is taken by an earlier request; tags are used once")
+            raise OptionError(
+                f"kv_transfer_params.tag: {options.tag!r} is taken by an earlier request; tags are used once"
+            )
         return Order(
             request_id=asked.request_id,
             spec=spec,
             path=str(path),
             overwrite=options.overwrite,
-            public_id=asked.request_id,
+            public_id=asked.request_id if public_id is None else f"{public_id}{f'-0-{choice}' if choice else ''}",
             tag=options.tag,
+            prefill=prefill,
         )
 
     def reserve_tag(self, order: Order, choices: int = 1) -> None:

@@ -18,7 +18,7 @@ def register() -> None:
     """Register the connector. Idempotent; never raises: a broken plugin must not take vLLM down."""
     try:
         _register()
-    except Exception:
+    except Exception:  # whatever it is, vLLM must go on
         logger.exception("layertap: the plugin could not be registered; %s is not available", CONNECTOR)
 
 
@@ -28,6 +28,6 @@ def _register() -> None:
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)
     if os.environ.get(ACTIVE_ENV):  # the process that configured the connector started this one
-        from layertap.engines.vllm import activate
+        from layertap.engines.vllm.activate import activate
 
-        activate.activate()
+        activate()

@@ -162,7 +162,7 @@ def check_forms(forms: dict[int, Form], last_form: Form, rule: Rule, name: str) 
     Raises:
         UnsupportedModelError: it names the blocks.
     """
-    odd = {index: form for index, form in forms.items() if form == "other"}
+    odd: dict[int, Form] = {index: form for index, form in forms.items() if form == "other"}
     if rule == "sum" or last_form == "pair":
         odd |= {index: form for index, form in forms.items() if form != last_form}
     elif any(form == "pair" for form in forms.values()):
@@ -232,7 +232,7 @@ def _ancestors(model: nn.Module, blocks: Blocks) -> set[int]:
     return found
 
 
-class _uncompiled:  # noqa: N801 - reads as a statement
+class _uncompiled:
     """Run the modules that vLLM compiles without compiling them."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -53,7 +53,9 @@ class PlanTable:
         """The table rows of `wanted`, which are all needed in the same step."""
         distinct = set(wanted)
         if len(distinct) > len(self.table):
-            raise ValueError(f"{len(distinct)} different sets of layers in one step, the table has {len(self.table)} rows")
+            raise ValueError(
+                f"{len(distinct)} different sets of layers in one step, the table has {len(self.table)} rows"
+            )
         for ranks in distinct:
             if ranks in self._rows:
                 continue

@@ -58,9 +58,7 @@ class StageReceiver:
     def _accept(self) -> None:
         for _ in range(self._num_peers):
             connection = self._listener.accept()
-            threading.Thread(
-                target=self._serve, args=(connection,), name="layertap-stage", daemon=True
-            ).start()
+            threading.Thread(target=self._serve, args=(connection,), name="layertap-stage", daemon=True).start()
         self._listener.close()
         if isinstance(self._address.address, str):
             Path(self._address.address).parent.rmdir()

@@ -1,12 +1,11 @@
-"""The tap of one worker: maps and arena on the device, the op inside the blocks, and the way of each step's rows to the host.
+"""The tap of one worker: maps and arena on the device, the op in the blocks, and the way of each step's rows to the host.
 
-Per step: `begin` lays the batch out and fills the maps before the forward, the op scatters inside it, `end` sends the step's span to
+Per step: `begin` lays the batch out and fills the maps before the forward, the op scatters inside it, `end` sends the span to
 the host on a side stream. A `Step` then goes to the collector's thread, which waits for the copy. Where nothing is captured the
 maps say "skip" and nothing is copied. Every cell is marked before the forward: a cell that still carries the mark afterwards was
 never written, whatever the reason, and is never taken for a row.
 """
 
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -135,18 +134,15 @@ class Tap:
         self.step_cells = max_rows * max(len(taps), 1)
         host_cells = max(self.step_cells, min(4 * self.step_cells, host_bytes // self.cell_bytes))
         self._host = torch.empty((host_cells, hidden_size), dtype=dtype, pin_memory=on_device)
-        self._host_bytes: NDArray[np.uint8] = (
-            self._host.view(torch.uint8).numpy().reshape(host_cells, self.cell_bytes)
-        )
+        self._host_bytes: NDArray[np.uint8] = self._host.view(torch.uint8).numpy().reshape(host_cells, self.cell_bytes)
         self.host_ring = Ring(host_cells)
         self._arena_ring = self.host_ring
         self._device_side: _DeviceSide | None = None
         if on_device:
-            self._device_side = _DeviceSide(torch.cuda.Stream(device))
+            self._device_side = _DeviceSide(_stream(device))
             self._arena_ring = Ring(2 * self.step_cells)
         else:
             self._control[0] = ops.register_cpu_arena(self._host)
-        self._lock = threading.Lock()
 
     def install(self, blocks: Mapping[int, nn.Module], rule: Rule, hidden_argument: int | str | None) -> None:
         """Put the op into the blocks: id L behind block L - 1, id 0 in front of block 0."""
@@ -247,10 +243,10 @@ class Tap:
         if span is None:
             self._arena_ring.give_back(current.span)
             raise RuntimeError("the tap is closed")
-        computed = torch.cuda.Event()
+        computed = _event()
         computed.record()
         facts = torch.empty(current.positions_and_ids.shape, dtype=torch.int64, pin_memory=True)
-        copied = torch.cuda.Event(blocking=True)
+        copied = _event(blocking=True)
         with torch.cuda.stream(side.stream):
             side.stream.wait_event(computed)
             self._host[span.start : span.stop].copy_(
@@ -301,7 +297,7 @@ class Tap:
             self._table.copy_(torch.from_numpy(self._plans.table))
             self._plans.changed = False
         if self._device_side is not None:
-            event = torch.cuda.Event()
+            event = _event()
             event.record()
             self._staging_events[slot] = event
 
@@ -318,6 +314,14 @@ class Tap:
         snapshot[0].copy_(layout.positions[: layout.num_rows])
         snapshot[1].copy_(layout.input_ids[: layout.num_rows])
         return snapshot
+
+
+def _stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _event(*, blocking: bool = False) -> Any:
+    return torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
 
 
 def _tap_output(block: Any, column: int, rule: Rule) -> None:
@@ -348,7 +352,7 @@ def _tap_input(block: Any, column: int, hidden_argument: int | str | None) -> No
     original = block.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        hidden = args[hidden_argument] if isinstance(hidden_argument, int) else kwargs[hidden_argument]
+        hidden = args[hidden_argument] if isinstance(hidden_argument, int) else kwargs[str(hidden_argument)]
         torch.ops.layertap.tap(
             hidden,
             None,

@@ -31,7 +31,6 @@ _ADMISSION_SECONDS = 1.0
 _OUTSIDE_MARGIN_BYTES = 2 << 30
 
 _local_taps: dict[str, "WorkerTap"] = {}
-_installed: set[str] = set()
 _taps: dict[str, "WorkerTap"] = {}
 _installed: set[str] = set()
 
@@ -91,11 +90,7 @@ def install(worker: Any, found: Configured) -> None:
     _installed.add(engine_id)
     if tp.rank_in_group != 0:  # the stream is the same on every rank
         return
-    taps = tuple(
-        layer
-        for layer in sorted(found.layers)
-        if (layer - 1 in blocks.local if layer else 0 in blocks.local)
-    )
+    taps = tuple(layer for layer in sorted(found.layers) if (layer - 1 in blocks.local if layer else 0 in blocks.local))
     tap = Tap(
         taps,
         hidden_size=found.hidden_size,
@@ -229,7 +224,7 @@ class WorkerTap:
                 if news is not None:
                     number = news.step
                     self.apply(news.items)
-            except Exception as exc:
+            except Exception as exc:  # noqa: BLE001 - logged; it costs rows, never the engine
                 self._lose_all(exc)
             try:
                 result = original(scheduler_output, *args, **kwargs)
@@ -241,7 +236,7 @@ class WorkerTap:
                 if step is not None:
                     self.unpacker.step(step)
                 self.unpacker.wait_for_admissions(_ADMISSION_SECONDS)
-            except Exception as exc:
+            except Exception as exc:  # noqa: BLE001 - logged; it costs rows, never the engine
                 self._lose_all(exc)
             return result
 
@@ -270,7 +265,7 @@ class WorkerTap:
             return
         try:
             self.tap.begin(layout(), self._wants, self._slack)
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001 - logged; it costs rows, never the engine
             self._lose_all(exc)
 
     def _lose_all(self, exc: Exception) -> None:
