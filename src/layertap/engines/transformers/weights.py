@@ -86,7 +86,9 @@ class Weights:
         self._model: PreTrainedModel | None = None
         self._depth = 0
         self._complete = False
-        self.layout = Layout(_build_on_meta(source))
+        shape = _build_on_meta(source)
+        self.layout = Layout(shape)
+        self._tied = _ties_cross_blocks(shape, self.layout.path)
         self.num_layers = len(self.layout.names)
 
     @property
@@ -120,7 +122,7 @@ class Weights:
 
     def _deepen(self, depth: int) -> PreTrainedModel:
         old = self._model
-        if old is None or _ties_cross_blocks(old, self.layout.path):
+        if old is None or self._tied:
             return self._load(range(depth), complete=False)
         fresh = self._load(range(self._depth, depth), complete=False)
         for index in range(self._depth):
@@ -144,6 +146,9 @@ class Weights:
                 source.dtype,
             )
         options: dict[str, Any] = {"dtype": source.dtype, "config": source.config, "output_loading_info": True}
+        options["ignore_mismatched_sizes"] = (
+            True  # said with the tensor's name below, where transformers says only that
+        )
         if source.device.type != "cpu":
             options["device_map"] = {"": source.device}
         if source.gguf_file:

@@ -1,0 +1,146 @@
+"""The tap and its arenas: the right rows in the right place, and buffers that are reused only when nobody reads them."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from layertap.capture.residual import Residual
+from layertap.engines.transformers.tap import Arenas, EarlyExit, Piece, Tap, run_to_exit
+from layertap.errors import UnsupportedModelError
+
+CPU = torch.device("cpu")
+SINGLE = Residual(kind="single", note="", parameter="x", hidden_size=2)
+
+
+class AddOne(nn.Module):
+    """A block whose output tells its depth."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return (x + 1,)
+
+
+def stack(num_blocks):
+    blocks = nn.ModuleList([AddOne() for _ in range(num_blocks)])
+
+    def forward(x, order=None):
+        for i in order if order is not None else range(num_blocks):
+            x = blocks[i](x)[0]
+        return x
+
+    return blocks, Tap(blocks, SINGLE), forward
+
+
+def test_rows_of_each_layer_land_in_its_slot_and_deeper_blocks_do_not_run():
+    blocks, tap, forward = stack(4)
+    x = torch.arange(6.0).reshape(1, 3, 2)
+    rows = torch.full((3, 3, 2), float("nan"))
+    with tap.into(rows, [2, 0, 1], [Piece(0, 0, 3, 0)], (1, 3)):
+        run_to_exit(lambda: forward(x))
+    assert torch.equal(rows, torch.stack([x[0] + 2, x[0], x[0] + 1], dim=1))
+    assert [block.calls for block in blocks] == [1, 1, 0, 0]
+
+
+def test_the_last_id_is_what_the_last_block_puts_out():
+    _, tap, forward = stack(2)
+    x = torch.zeros(1, 2, 2)
+    rows = torch.empty(2, 1, 2)
+    with tap.into(rows, [2], [Piece(0, 0, 2, 0)], (1, 2)):
+        run_to_exit(lambda: forward(x))
+    assert (rows == 2).all()
+
+
+def test_pieces_pick_rows_of_a_padded_batch():
+    _, tap, forward = stack(1)
+    x = torch.arange(16.0).reshape(2, 4, 2)
+    rows = torch.empty(5, 1, 2)
+    with tap.into(rows, [0], [Piece(0, 1, 4, 0), Piece(1, 0, 2, 3)], (2, 4)):
+        run_to_exit(lambda: forward(x))
+    assert torch.equal(rows[:, 0], torch.cat([x[0, 1:4], x[1, :2]]))
+
+
+def test_a_skipped_block_is_entered_by_what_enters_the_next():
+    _, tap, forward = stack(4)
+    rows = torch.full((1, 4, 2), float("nan"))
+    with tap.into(rows, [0, 1, 2, 3], [Piece(0, 0, 1, 0)], (1, 1)):
+        run_to_exit(lambda: forward(torch.zeros(1, 1, 2), order=[0, 2, 3]))
+    assert rows[0, :, 0].tolist() == [0, 1, 1, 2]
+
+
+def test_a_block_that_runs_twice_is_refused():
+    _, tap, forward = stack(3)
+    with (
+        tap.into(torch.empty(1, 1, 2), [2], [Piece(0, 0, 1, 0)], (1, 1)),
+        pytest.raises(UnsupportedModelError, match="twice"),
+    ):
+        run_to_exit(lambda: forward(torch.zeros(1, 1, 2), order=[0, 0, 1]))
+
+
+def test_a_stream_with_other_rows_than_tokens_is_refused():
+    _, tap, forward = stack(1)
+    with (
+        tap.into(torch.empty(2, 1, 2), [0], [Piece(0, 0, 2, 0)], (1, 2)),
+        pytest.raises(UnsupportedModelError, match="one to one"),
+    ):
+        run_to_exit(lambda: forward(torch.zeros(1, 5, 2)))
+
+
+def test_a_forward_that_never_reaches_the_layer_is_an_error():
+    _, tap, forward = stack(3)
+    with (
+        tap.into(torch.empty(1, 1, 2), [3], [Piece(0, 0, 1, 0)], (1, 1)),
+        pytest.raises(RuntimeError, match="never|ended before"),
+    ):
+        run_to_exit(lambda: forward(torch.zeros(1, 1, 2), order=[0]))
+
+
+def test_the_tap_sleeps_outside_of_its_context():
+    _, tap, forward = stack(2)
+    with tap.into(torch.empty(1, 1, 2), [0], [Piece(0, 0, 1, 0)], (1, 1)), pytest.raises(EarlyExit):
+        forward(torch.zeros(1, 1, 2))
+    assert (forward(torch.zeros(1, 1, 2)) == 2).all()
+
+
+def test_an_arena_is_free_again_only_when_every_share_is_back():
+    arenas = Arenas(CPU, count=1)
+    arena = arenas.acquire(4, 2, 3, torch.float32)
+    arena.rows.copy_(torch.arange(24.0).reshape(4, 2, 3))
+    first, release_first = arena.share(0, 1)
+    second, release_second = arena.share(1, 4)
+    arena.give_back()
+    taken = threading.Event()
+
+    def take():
+        arenas.acquire(4, 2, 3, torch.float32).rows.zero_()
+        taken.set()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    release_first()
+    release_first()  # a second call changes nothing
+    assert not taken.is_set()
+    assert second.shape == (3, 2, 12)
+    assert second.view("float32").ravel().tolist() == list(range(6, 24))
+    release_second()
+    thread.join(timeout=30)
+    assert taken.is_set()
+    assert first.nbytes == 24
+
+
+def test_arenas_reuse_memory_and_grow_when_they_must():
+    arenas = Arenas(CPU, count=1)
+    small = arenas.acquire(2, 1, 4, torch.float32)
+    small.give_back()
+    again = arenas.acquire(1, 1, 4, torch.bfloat16)
+    assert again is small
+    again.give_back()
+    large = arenas.acquire(100, 1, 4, torch.float32)
+    assert large is not small
+    assert large.rows.shape == (100, 1, 4)
+    large.give_back()
