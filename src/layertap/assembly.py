@@ -33,6 +33,8 @@ class Rows:
         slots: which layer slots of the capture `data` holds.
         data: uint8 [n, num_slots, hidden_size * itemsize], C-contiguous, a view of the engine's buffer.
         release: called exactly once, from any thread, when `data` isn't needed any more.
+        digests: uint64 [n], the rows' digests (`layertap.files.format.row_digests`) where the engine has them already; only
+            with all slots.
     """
 
     step: int
@@ -41,6 +43,7 @@ class Rows:
     slots: slice
     data: NDArray[np.uint8]
     release: Callable[[], None] | None = None
+    digests: NDArray[np.uint64] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,3 +149,21 @@ def test_closing_tells_what_still_runs(tmp_path):
     capture.fail("the engine was closed")
     with pytest.raises(Exception, match="the engine was closed"):
         load_hidden_states(tmp_path / "a.safetensors")
+
+
+def test_digests_of_the_engine_are_taken_and_a_wrong_one_is_found_by_the_reader(tmp_path):
+    from layertap.errors import CorruptError
+    from layertap.files.format import row_digests
+
+    spec = make_spec()
+    data, ids = make_data(spec)
+    recorder = make_recorder()
+    right = row_digests(data.reshape(len(ids), -1), ids)
+    for name, digests in (("right", right), ("wrong", right + np.uint64(1))):
+        capture = recorder.admit(spec, request_id=name, path=tmp_path / f"{name}.safetensors")
+        for part in (slice(0, 4), slice(4, 6)):
+            capture.add(Rows(0, part.start, ids[part], slice(0, 2), data[part], digests=digests[part]))
+        capture.finish(ids, "prefill").result(30)
+    load_hidden_states(tmp_path / "right.safetensors")
+    with pytest.raises(CorruptError, match="6 of 6 rows"):
+        load_hidden_states(tmp_path / "wrong.safetensors")

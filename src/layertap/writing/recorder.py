@@ -22,6 +22,7 @@ from layertap.capture.request import CaptureSpec
 from layertap.errors import EngineError, HiddenStatesError, LayertapError
 from layertap.files import format as fmt
 from layertap.files.publish import PendingFile
+from layertap.files.reap import TTL_FACT
 from layertap.writing.budget import ByteBudget
 from layertap.writing.pool import Lane, WriterPool
 from layertap.writing.room import Reservation, StoreRoom
@@ -107,7 +108,8 @@ class Capture:
     def _store(self, pieces: Sequence[Piece], rows: Rows) -> None:
         for piece in pieces:
             first = piece.row + self._assembly.base - rows.start
-            self._sink.write(piece, rows.input_ids[first : first + len(piece.data)])
+            part = slice(first, first + len(piece.data))
+            self._sink.write(piece, rows.input_ids[part], None if rows.digests is None else rows.digests[part])
 
     def finish(
         self, token_ids: Sequence[int] | NDArray[np.int64], finish_reason: str, facts: Mapping[str, str] | None = None
@@ -213,6 +215,8 @@ class Recorder:
         self._model = model
         self._num_layers = num_layers
         self._facts = {"layertap_version": __version__, **facts}
+        if options.ttl_seconds is not None:
+            self._facts[TTL_FACT] = f"{options.ttl_seconds:g}"
         self._lock = threading.Lock()
 
     def admit(

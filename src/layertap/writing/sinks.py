@@ -35,8 +35,8 @@ class Result:
 class Sink(Protocol):
     """Calls come in order from one thread at a time."""
 
-    def write(self, piece: Piece, input_ids: NDArray[np.int64]) -> None:
-        """Store a piece; `input_ids` are those of its rows."""
+    def write(self, piece: Piece, input_ids: NDArray[np.int64], digests: NDArray[np.uint64] | None) -> None:
+        """Store a piece; `input_ids` and `digests` (where known) are those of its rows."""
 
     def finish(self, first_row: int, token_ids: NDArray[np.int64], first_position: int, num_tokens: int,
                facts: Mapping[str, str]) -> Result:  # fmt: skip
@@ -59,11 +59,13 @@ class FileSink:
         self._digests = np.zeros(size, np.uint64)
         self._digested = np.zeros(size, np.bool_)
 
-    def write(self, piece: Piece, input_ids: NDArray[np.int64]) -> None:
+    def write(self, piece: Piece, input_ids: NDArray[np.int64], digests: NDArray[np.uint64] | None) -> None:
         self._file.write(piece.row, piece.first_slot, piece.data)
         rows = slice(piece.row, piece.row + len(input_ids))
         whole = piece.data.shape[1] == self._num_layers
-        if whole:  # now, while the bytes are in the cache
+        if whole and digests is not None:
+            self._digests[rows] = digests
+        elif whole:  # now, while the bytes are in the cache
             flat = np.ascontiguousarray(piece.data).reshape(len(input_ids), -1)
             self._digests[rows] = fmt.row_digests(flat, input_ids)
         self._digested[rows] = whole
@@ -100,7 +102,7 @@ class MemorySink:
         self._shape = (len(spec.layers), spec.slot_bytes)
         self._rows = np.empty((len(spec.candidates), *self._shape), np.uint8)
 
-    def write(self, piece: Piece, input_ids: NDArray[np.int64]) -> None:
+    def write(self, piece: Piece, input_ids: NDArray[np.int64], digests: NDArray[np.uint64] | None) -> None:
         num_rows, num_slots, _ = piece.data.shape
         if num_rows != len(input_ids):
             raise EngineError(f"{num_rows} rows with {len(input_ids)} input ids")

@@ -1,0 +1,54 @@
+"""The Triton kernel of `digests`; imported only where a CUDA device needs it."""
+
+# No annotations on the kernel's arguments but tl.constexpr: Triton reads them.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+_ROWS_A_PROGRAM = 8
+
+
+@triton.jit
+def _accumulate(words, seeds, secret, first, out, num_rows, row_words, STRIPES: tl.constexpr, ROWS: tl.constexpr):  # noqa: ANN001, ANN202
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    lanes = tl.arange(0, 8)
+    mask = (rows < num_rows)[:, None] & (lanes < 8)[None, :]
+    seed = tl.load(seeds + rows, mask=rows < num_rows, other=0)[:, None]
+    base = words + rows[:, None] * row_words
+    acc = tl.load(first + lanes)[None, :] + tl.zeros((ROWS, 8), tl.int64)
+    # even words of the secret get the seed added, odd ones subtracted
+    lane_sign = 1 - 2 * (lanes % 2)[None, :]
+    scramble = tl.load(secret + 16 + lanes)[None, :] + seed * lane_sign
+    for stripe in range(STRIPES - 1):
+        n = stripe % 16
+        key = tl.load(secret + n + lanes)[None, :] + seed * lane_sign * (1 - 2 * (n % 2))
+        value = tl.load(base + stripe * 8 + lanes[None, :], mask=mask, other=0)
+        crossed = tl.load(base + stripe * 8 + (lanes ^ 1)[None, :], mask=mask, other=0)
+        mixed = value ^ key
+        acc += crossed + (mixed & 0xFFFFFFFF) * ((mixed >> 32) & 0xFFFFFFFF)
+        if n == 15:
+            acc ^= (acc >> 47) & 0x1FFFF
+            acc ^= scramble
+            acc *= 0x9E3779B1
+    # the last stripe's key starts one byte into word 15 of the secret
+    low = tl.load(secret + 15 + lanes)[None, :] - seed * lane_sign
+    high = tl.load(secret + 16 + lanes)[None, :] + seed * lane_sign
+    key = ((low >> 8) & 0xFFFFFFFFFFFFFF) | (high << 56)
+    value = tl.load(base + (STRIPES - 1) * 8 + lanes[None, :], mask=mask, other=0)
+    crossed = tl.load(base + (STRIPES - 1) * 8 + (lanes ^ 1)[None, :], mask=mask, other=0)
+    mixed = value ^ key
+    acc += crossed + (mixed & 0xFFFFFFFF) * ((mixed >> 32) & 0xFFFFFFFF)
+    tl.store(out + rows[:, None] * 8 + lanes[None, :], acc, mask=mask)
+
+
+def accumulate(words: Any, seeds: Any, secret: Any, first: Any, out: Any) -> None:
+    """Fill `out` int64 [n, 8] with the accumulators of `words` int64 [n, words of a row]."""
+    num_rows, row_words = words.shape
+    if num_rows:
+        grid = (triton.cdiv(num_rows, _ROWS_A_PROGRAM),)
+        _accumulate[grid](
+            words, seeds, secret, first, out, num_rows, row_words, STRIPES=row_words // 8, ROWS=_ROWS_A_PROGRAM, num_warps=2
+        )
