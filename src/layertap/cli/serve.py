@@ -165,7 +165,8 @@ def serve(
     keys = tuple(api_key or ()) or tuple(key for key in [os.environ.get(API_KEY_ENV, "")] if key)
     quiet_libraries()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for chatty in ("httpx", "ContinuousBatchingLogger"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     with errors_explained():
         from layertap.serving.launch import ServeOptions, parse_json
         from layertap.serving.settings import ServerSettings

@@ -70,7 +70,7 @@ def read_file(path: str | os.PathLike[str], *, timeout: float = DEFAULT_TIMEOUT_
     except FileNotFoundError:
         raise _why_missing(target) from None
     try:
-        return _read_open_file(fd, str(target))
+        return read_open_file(fd, str(target))
     finally:
         os.close(fd)
 
@@ -127,7 +127,8 @@ def _read_header(fd: int, name: str) -> fmt.Header:
         raise ForeignError(f"{name}: a folder, not a file of hidden states (open_dataset reads data sets)") from exc
 
 
-def _read_open_file(fd: int, name: str) -> Loaded:
+def read_open_file(fd: int, name: str) -> Loaded:
+    """`read_file` for a file that is open already; `name` is for messages."""
     header = _read_header(fd, name)
     info = header.info
     rows = _read_array(fd, header.data_offset, info.num_rows * info.row_bytes, name).reshape(

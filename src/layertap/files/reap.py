@@ -2,14 +2,17 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from layertap.errors import HiddenStatesError
 from layertap.files.locks import LOCK_SUFFIX, is_held
 from layertap.files.paths import SUFFIX, TEMP_SUFFIX, error_path
+from layertap.files.read import read_header
 
 
 @dataclass(slots=True)
@@ -22,12 +25,26 @@ class Reaped:
     freed_bytes: int = 0
 
 
-def reap(folder: Path, *, ttl_seconds: float | None = None, dry_run: bool = False, now: float | None = None) -> Reaped:
-    """Clean one folder of request files (not its subfolders).
+TTL_FACT = "ttl_seconds"
+"""The fact in a file's metadata that says that its server may remove it after so many seconds."""
+
+_HEADER_PROBE_BYTES = 1 << 16
+
+
+def reap(
+    folder: Path,
+    *,
+    ttl_seconds: float | None = None,
+    only_marked: bool = False,
+    dry_run: bool = False,
+    now: float | None = None,
+) -> Reaped:
+    """Clean one folder of request files (not its subfolders). Files that aren't layertap's are never touched.
 
     Args:
         folder: the storage.
         ttl_seconds: published files and error files older than this are removed too; None keeps them.
+        only_marked: of the published files, remove only those whose metadata say that they expire (a server wrote them).
         dry_run: only say what would go.
         now: seconds since the epoch, for tests.
 
@@ -52,11 +69,52 @@ def reap(folder: Path, *, ttl_seconds: float | None = None, dry_run: bool = Fals
         elif deadline is not None and (entry.name.endswith(SUFFIX) or entry.name.endswith(SUFFIX + ".error")):
             target = path.with_name(entry.name.removesuffix(".error"))
             lock = target.with_name(target.name + LOCK_SUFFIX)
-            if _mtime(path) < deadline and not is_held(lock) and not _in_use(path):
+            ours = _is_ours(path, only_marked) if path == target else _is_error(path)
+            if _mtime(path) < deadline and ours and not is_held(lock) and not _in_use(path):
                 found.freed_bytes += _remove(path, dry_run)
                 _remove(lock, dry_run)
                 found.expired.append(path)
     return found
+
+
+def remove_idle(path: Path) -> int | None:
+    """Remove one file with its lock and error file, unless it is being written or read.
+
+    Returns:
+        The bytes freed, or None where it stays.
+    """
+    lock = path.with_name(path.name + LOCK_SUFFIX)
+    if is_held(lock) or _in_use(path):
+        return None
+    freed = _remove(path, False)
+    _remove(error_path(path), False)
+    _remove(lock, False)
+    return freed
+
+
+def _is_ours(path: Path, only_marked: bool) -> bool:
+    """Whether a file's header is layertap's; a folder may hold a model's weights too."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(_HEADER_PROBE_BYTES)
+    except OSError:
+        return False
+    # the names are sorted: what stands behind `row_digests` would be out of sight in a long file
+    if b'"layertap_format":"' not in start[8:] or not start[8:].startswith(b'{"__metadata__":{'):
+        return False
+    if not only_marked:
+        return True
+    try:
+        return TTL_FACT in read_header(path).info.facts
+    except HiddenStatesError:
+        return False
+
+
+def _is_error(path: Path) -> bool:
+    try:
+        return "reason" in json.loads(path.read_bytes())
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def _entries(folder: Path) -> Iterator["os.DirEntry[str]"]:

@@ -52,3 +52,23 @@ def read_tag(storage: str, tag: str, owner: str = "") -> dict[str, Any] | None:
         return dict(json.loads(tag_path(storage, tag, owner).read_text()))
     except FileNotFoundError:
         return None
+
+
+def expire_tags(storage: str, older_than: float) -> int:
+    """Remove records that were written before a time (seconds since the epoch) and whose files are all gone.
+
+    Returns:
+        How many.
+    """
+    removed = 0
+    for path in (Path(storage) / "tags").rglob("*.json"):
+        try:
+            if path.stat().st_mtime >= older_than:
+                continue
+            handles = json.loads(path.read_text())["handles"]
+            if not any(Path(handle["hidden_states_path"]).exists() for handle in handles):
+                path.unlink()
+                removed += 1
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # not ours, or gone meanwhile
+    return removed

@@ -8,27 +8,25 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.exceptions import HTTPException
 
 from layertap import __version__
 from layertap.frontend import Frontend
 from layertap.params import SamplingParams
 from layertap.prompts import Prompt
 from layertap.serving import answers, chat, completions
-from layertap.serving.api_errors import ApiError, from_exception, from_validation
+from layertap.serving.api_errors import ApiError, from_exception
+from layertap.serving.error_handlers import add_error_handlers
+from layertap.serving.file_routes import file_routes
 from layertap.serving.gate import CLIENT_CLOSED, Gate
 from layertap.serving.identity import Caller, new_id
 from layertap.serving.sampling import chat_params, completion_params
-from layertap.serving.schemas import ChatBody, CompletionBody, StreamOptions
+from layertap.serving.schemas import ChatBody, CompletionBody
 from layertap.serving.session import Session, open_session
 from layertap.serving.settings import ServerSettings
 from layertap.serving.state import ServerState
 
 logger = logging.getLogger(__name__)
-
-_KNOWN_FIELDS = {model.__name__: list(model.model_fields) for model in (CompletionBody, ChatBody, StreamOptions)}
 
 
 def build_app(front: Frontend, settings: ServerSettings | None = None) -> tuple[Gate, ServerState]:
@@ -46,43 +44,20 @@ def build_app(front: Frontend, settings: ServerSettings | None = None) -> tuple[
     app.state.server = state
     add_error_handlers(app)
     _add_routes(app, state)
+    app.include_router(file_routes(state.desk, allow_delete=state.settings.allow_delete))
     return Gate(app, state.keys, state.settings.max_body_bytes, state.metrics), state
 
 
 def _lifespan(state: ServerState) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        state.start()
+        await asyncio.to_thread(state.start)
         try:
             yield
         finally:
             await asyncio.to_thread(state.stop)
 
     return lifespan
-
-
-def add_error_handlers(app: FastAPI) -> None:
-    """Say every error in OpenAI's form."""
-
-    async def api_error(_request: Request, exc: Exception) -> Response:
-        return from_exception(exc).response()
-
-    async def invalid(_request: Request, exc: Exception) -> Response:
-        assert isinstance(exc, RequestValidationError)
-        return from_validation(exc.errors(), _KNOWN_FIELDS).response()
-
-    async def http_error(_request: Request, exc: Exception) -> Response:
-        assert isinstance(exc, HTTPException)
-        return ApiError(exc.status_code, str(exc.detail), headers=exc.headers).response()
-
-    async def unexpected(request: Request, exc: Exception) -> Response:
-        logger.error("%s %s failed", request.method, request.url.path, exc_info=exc)
-        return from_exception(exc).response()
-
-    app.add_exception_handler(ApiError, api_error)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(Exception, unexpected)
 
 
 def _add_routes(app: FastAPI, state: ServerState) -> None:

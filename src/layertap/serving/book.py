@@ -7,7 +7,7 @@ what was fetched. It is bounded: the oldest ended captures are forgotten.
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,7 @@ class Entry:
         reason: why it failed.
         kind: of the failure: "aborted", "disk", "rows", "engine".
         fetched: it was delivered in whole over HTTP.
+        url: where it is in object storage.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Entry:
     reason: str | None = None
     kind: str | None = None
     fetched: bool = False
+    url: str | None = None
 
 
 @dataclass(slots=True)
@@ -71,6 +73,7 @@ class Book:
         self._entries: OrderedDict[str, Entry] = OrderedDict()
         self._running = 0
         self.totals = Totals()
+        self.on_settled: Callable[[Entry], None] | None = None
         self.failures: deque[Entry] = deque(maxlen=_KEPT_FAILURES)
 
     def follow(self, captures: Iterable[Capture | None]) -> None:
@@ -91,16 +94,23 @@ class Book:
             self._running -= 1
             entry.ended = time.time()
             if error is None:
-                info = done.result().info
-                entry.state, entry.num_rows, entry.num_bytes = "ready", info.num_rows, info.data_bytes
-                self.totals.files["ready"] += 1
-                self.totals.rows += info.num_rows
-                self.totals.num_bytes += info.data_bytes
-                return
-            entry.state, entry.reason, entry.kind = "failed", describe(error), kind_of(error)
-            self.totals.files["failed"] += 1
-            self.totals.failures[entry.kind] = self.totals.failures.get(entry.kind, 0) + 1
-            self.failures.append(entry)
+                self._note_ready(entry, done.result())
+            else:
+                self._note_failed(entry, error)
+        if self.on_settled is not None:
+            self.on_settled(entry)
+
+    def _note_ready(self, entry: Entry, result: Result) -> None:
+        entry.state, entry.num_rows, entry.num_bytes = "ready", result.info.num_rows, result.info.data_bytes
+        self.totals.files["ready"] += 1
+        self.totals.rows += entry.num_rows
+        self.totals.num_bytes += entry.num_bytes
+
+    def _note_failed(self, entry: Entry, error: BaseException) -> None:
+        entry.state, entry.reason, entry.kind = "failed", describe(error), kind_of(error)
+        self.totals.files["failed"] += 1
+        self.totals.failures[entry.kind] = self.totals.failures.get(entry.kind, 0) + 1
+        self.failures.append(entry)
 
     def _forget_oldest(self) -> None:
         while len(self._entries) > self._kept:
@@ -119,6 +129,12 @@ class Book:
         with self._lock:
             if name in self._entries:
                 self._entries[name].fetched = True
+
+    def note_shipped(self, name: str, url: str) -> None:
+        """The file is in object storage."""
+        with self._lock:
+            if name in self._entries:
+                self._entries[name].url = url
 
     def fetched_paths(self) -> set[Path]:
         """Files that were delivered and so may go when room is needed."""

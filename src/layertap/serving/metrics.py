@@ -49,7 +49,7 @@ class Metrics:
             "layertap_reaped_files", "Files that the reaper removed, by why.", ("why",), registry=self.registry
         )
         self.reaped_bytes = Counter("layertap_reaped_bytes", "Bytes that the reaper freed.", registry=self.registry)
-        self.shipped_files = Counter(
+        self._shipped_files = Counter(
             "layertap_shipped_files", "Files sent to object storage, by outcome.", ("outcome",), registry=self.registry
         )
         for kind in ("prompt", "generated"):
@@ -57,7 +57,7 @@ class Metrics:
         for why in ("expired", "quota", "leftover", "deleted"):
             self.reaped_files.labels(why)
         for outcome in ("stored", "failed"):
-            self.shipped_files.labels(outcome)
+            self._shipped_files.labels(outcome)
         self.registry.register(self)
 
     def answered(self, path: str, status: int, seconds: float) -> None:
@@ -70,6 +70,10 @@ class Metrics:
         """Count tokens of a request that ended."""
         self._tokens.labels("prompt").inc(prompt_tokens)
         self._tokens.labels("generated").inc(generated_tokens)
+
+    def shipped(self, outcome: str) -> None:
+        """Count a file that was sent ("stored") or couldn't be ("failed")."""
+        self._shipped_files.labels(outcome).inc()
 
     def text(self) -> bytes:
         """The exposition."""

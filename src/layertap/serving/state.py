@@ -1,16 +1,23 @@
 """What the routes of one server share."""
 
+import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from layertap.frontend import Frontend, Request
+from layertap.params import SamplingParams
+from layertap.prompts import Prompt
 from layertap.serving.answers import Handles
 from layertap.serving.api_errors import ApiError
 from layertap.serving.book import Book
+from layertap.serving.handoff import FileDesk
 from layertap.serving.identity import ApiKeys
 from layertap.serving.metrics import Metrics
+from layertap.serving.reaper import Reaper
 from layertap.serving.session import Admission
 from layertap.serving.settings import ServerSettings
+from layertap.serving.shipping import Shipper
 
 
 class ServerState:
@@ -28,7 +35,13 @@ class ServerState:
         self.admission = Admission()
         self.book = Book()
         self.metrics = Metrics(front, self.book)
-        self.handles = Handles(front.options.handover)
+        options = front.options
+        self.handles = Handles(options.handover)
+        self.reaper = Reaper(options, front.recorder.room, self.book, self.metrics, settings.reap_seconds)
+        self.shipper: Shipper | None = None
+        if options.handover not in ("path", "http"):
+            self.shipper = Shipper(options.handover, self.book, self.metrics.shipped)
+        self.desk = FileDesk(options, _Known(self))
         self.names = settings.served_model_names or (front.info.model,)
         self.started = time.time()
         self.ready = False
@@ -36,12 +49,28 @@ class ServerState:
 
     def start(self) -> None:
         """Begin to serve."""
+        self.reaper.start()
+        self._warm_up()
         self.ready = True
+
+    def _warm_up(self) -> None:
+        """Generate one token: weights are loaded and the way to generate is found before the first client waits for it."""
+        ended = threading.Event()
+        params = SamplingParams(max_tokens=1, temperature=0, extra_args={"kv_transfer_params": {"capture": False}})
+        request = self.front.start(Prompt(token_ids=[0]), params, lambda _request: ended.set())
+        ended.wait()
+        request.result()
 
     def stop(self) -> None:
         """Stop what the server runs beside the engine."""
         self.ready = False
         self.admission.close()
+        self.reaper.stop()
+
+    def close(self) -> None:
+        """After the engine was closed: send what is still to be sent."""
+        if self.shipper is not None:
+            self.shipper.close()
 
     def model_name(self, asked: str | None) -> str:
         """The name that answers say.
@@ -81,3 +110,30 @@ class ServerState:
         """Follow what was admitted."""
         for request in requests:
             self.book.follow(request.captures)
+
+
+class _Known:
+    """What the file routes learn from a running server."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    def where(self, name: str) -> Path | None:
+        entry = self._state.book.get(name)
+        return None if entry is None else entry.path
+
+    def failure(self, name: str) -> str | None:
+        entry = self._state.book.get(name)
+        return None if entry is None else entry.reason
+
+    def shipped(self, name: str) -> str | None:
+        entry = self._state.book.get(name)
+        return None if entry is None else entry.url
+
+    def note_fetched(self, name: str) -> None:
+        self._state.book.note_fetched(name)
+
+    def note_deleted(self, num_bytes: int) -> None:
+        self._state.front.recorder.room.removed(num_bytes)
+        self._state.metrics.reaped_files.labels("deleted").inc()
+        self._state.metrics.reaped_bytes.inc(num_bytes)

@@ -1,0 +1,238 @@
+"""`/v1/hidden_states/...`: files over HTTP.
+
+| answer | when |
+| --- | --- |
+| 200, 206 | the file, or a range of it; `ETag` is its digest |
+| 202 | it is being written; `?wait=SECONDS` waits for it first, up to 60 |
+| 303 | it went to object storage, `Location` says where |
+| 404 | unknown, or not the caller's |
+| 410 | it will not come; the message is the reason |
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import re
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from layertap.serving.api_errors import ApiError
+from layertap.serving.handoff import FileDesk, FileState
+from layertap.serving.identity import Caller
+
+MAX_WAIT_SECONDS = 60.0
+_CHUNK_BYTES = 1 << 20
+_RANGE = re.compile(r"bytes=(\d{0,19})-(\d{0,19})")
+_FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 0.002, 0.05
+_DESCRIBED: dict[int | str, dict[str, Any]] = {
+    status: {"description": text}
+    for status, text in (
+        (202, "It is being written."),
+        (206, "A range of it."),
+        (303, "It is in object storage."),
+        (304, "The caller has it already."),
+        (400, "A parameter is wrong."),
+        (401, "No API key, or a wrong one."),
+        (403, "This server doesn't allow it."),
+        (404, "Unknown, or not the caller's."),
+        (409, "It is being written or read."),
+        (410, "It will not come; the message is the reason."),
+        (412, "It is another file by now."),
+        (416, "The range is outside."),
+    )
+}
+
+
+def file_routes(desk: FileDesk, *, allow_delete: bool) -> APIRouter:
+    """The routes over one store.
+
+    Args:
+        desk: finds the files.
+        allow_delete: `DELETE` is answered.
+    """
+    router = APIRouter(prefix="/v1/hidden_states")
+    read: dict[int | str, dict[str, Any]] = {
+        status: _DESCRIBED[status] for status in (202, 206, 303, 304, 400, 401, 404, 410, 412, 416)
+    }
+
+    async def answer(name: str, request: Request, wait: float) -> Response:
+        caller: Caller = request.state.caller
+        found = await _look(desk, name, caller, wait)
+        if found.state != "ready":
+            return _not_ready(found)
+        return await asyncio.to_thread(_file_answer, desk, found, request)
+
+    wait_query = Query(ge=0, le=MAX_WAIT_SECONDS, description="Seconds to wait for a file that is being written.")
+
+    @router.get("/tags/{tag}", summary="What a tag stands for", responses={404: _DESCRIBED[404], 401: _DESCRIBED[401]})
+    async def by_tag(tag: str, request: Request) -> JSONResponse:
+        record = await asyncio.to_thread(desk.tag, tag, request.state.caller)
+        if record is None:
+            raise ApiError(404, "no request with this tag", code="not_found")
+        return JSONResponse(record)
+
+    @router.get("/{name}", summary="The file of a request", responses=read)
+    async def get(name: str, request: Request, wait: Annotated[float, wait_query] = 0.0) -> Response:
+        return await answer(name, request, wait)
+
+    @router.head("/{name}", summary="Whether it is there", responses=read)
+    async def head(name: str, request: Request, wait: Annotated[float, wait_query] = 0.0) -> Response:
+        return await answer(name, request, wait)
+
+    @router.delete(
+        "/{name}",
+        summary="Free it",
+        status_code=204,
+        responses={status: _DESCRIBED[status] for status in (401, 403, 404, 409)},
+    )
+    async def delete(name: str, request: Request) -> Response:
+        if not allow_delete:
+            raise ApiError(
+                403, "this server's files are read-only; its option --allow-delete changes that", code="read_only"
+            )
+        found = await asyncio.to_thread(desk.look, name, request.state.caller)
+        if found.state == "missing":
+            raise _unknown()
+        if found.state == "writing" or not await asyncio.to_thread(desk.remove, found):
+            raise ApiError(409, "it is being written or read; try again later", code="busy")
+        return Response(status_code=204)
+
+    return router
+
+
+async def _look(desk: FileDesk, name: str, caller: Caller, wait: float) -> FileState:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + wait
+    pause = _FIRST_PAUSE_SECONDS
+    while True:
+        found = await asyncio.to_thread(desk.look, name, caller)
+        left = deadline - loop.time()
+        if found.state != "writing" or left <= 0:
+            return found
+        await asyncio.sleep(min(pause, left))
+        pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+
+
+def _unknown() -> ApiError:
+    return ApiError(404, "no such hidden states: unknown, expired, deleted, or not yours", code="not_found")
+
+
+def _not_ready(found: FileState) -> Response:
+    if found.state == "writing":
+        body = {"id": found.name, "state": "writing"}
+        return JSONResponse(body, 202, headers={"retry-after": "1", "cache-control": "no-store"})
+    if found.state == "shipped":
+        body = {"id": found.name, "state": "shipped", "hidden_states_url": found.reason or ""}
+        return JSONResponse(body, 303, headers={"location": found.reason or ""})
+    if found.state == "failed":
+        raise ApiError(410, f"these hidden states will not come: {found.reason}", code="failed")
+    raise _unknown()
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    start: int
+    end: int
+
+
+def _file_answer(desk: FileDesk, found: FileState, request: Request) -> Response:
+    assert found.path is not None
+    assert found.header is not None
+    try:
+        fd = os.open(found.path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise _unknown() from None
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # the reaper leaves it alone while it is read
+        return _open_answer(desk, found, request, fd)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _open_answer(desk: FileDesk, found: FileState, request: Request, fd: int) -> Response:
+    assert found.header is not None
+    size = os.fstat(fd).st_size
+    etag = f'"{found.header.digest}"'
+    headers = {
+        "etag": etag,
+        "accept-ranges": "bytes",
+        "cache-control": "private, no-transform",
+        "content-type": "application/octet-stream",
+        "x-layertap-rows": str(found.header.info.num_rows),
+    }
+    wanted = request.headers
+    if (match := wanted.get("if-match")) is not None and not _names(match, etag):
+        raise ApiError(412, "it is another file by now", code="changed", headers={"etag": etag})
+    if (none := wanted.get("if-none-match")) is not None and _names(none, etag):
+        os.close(fd)
+        return Response(status_code=304, headers=headers)
+    asked = wanted.get("range") if wanted.get("if-range", etag) == etag else None
+    part = None if asked is None else _part(asked, size)
+    status, span = (200, _Span(0, size)) if part is None else (206, part)
+    headers["content-length"] = str(span.end - span.start)
+    if status == 206:
+        headers["content-range"] = f"bytes {span.start}-{span.end - 1}/{size}"
+    if request.method == "HEAD":
+        os.close(fd)
+        return Response(status_code=status, headers=headers)
+    return _FileAnswer(desk, found.name, fd, span, whole=span.end == size, status=status, headers=headers)
+
+
+def _names(header: str, etag: str) -> bool:
+    return header.strip() == "*" or etag in (part.strip().removeprefix("W/") for part in header.split(","))
+
+
+def _part(asked: str, size: int) -> _Span | None:
+    """One range; several, or another unit, are answered with the whole file, as HTTP allows."""
+    match = _RANGE.fullmatch(asked.strip())
+    if match is None or not (match[1] or match[2]):
+        return None
+    if not match[1]:
+        span = _Span(max(0, size - int(match[2])), size)
+    else:
+        span = _Span(int(match[1]), min(size, int(match[2]) + 1) if match[2] else size)
+    if span.start >= span.end:
+        raise ApiError(
+            416,
+            f"the range {asked!r} is outside of the file's {size} bytes",
+            code="range",
+            headers={"content-range": f"bytes */{size}"},
+        )
+    return span
+
+
+class _FileAnswer(StreamingResponse):
+    """Sends a span of an open file and closes it in every case."""
+
+    def __init__(
+        self, desk: FileDesk, name: str, fd: int, span: _Span, *, whole: bool, status: int, headers: dict[str, str]
+    ) -> None:
+        self._desk = desk
+        self._name = name
+        self._fd = fd
+        self._whole = whole
+        super().__init__(self._chunks(span), status_code=status, headers=headers)
+
+    async def _chunks(self, span: _Span) -> AsyncIterator[bytes]:
+        at = span.start
+        while at < span.end:
+            data = await asyncio.to_thread(os.pread, self._fd, min(_CHUNK_BYTES, span.end - at), at)
+            if not data:
+                raise OSError(f"{self._name} was cut off while it was sent")
+            at += len(data)
+            yield data
+        if self._whole and self._desk.known is not None:
+            self._desk.known.note_fetched(self._name)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            os.close(self._fd)

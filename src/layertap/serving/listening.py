@@ -1,0 +1,82 @@
+"""Listening and running an ASGI app in the foreground. Knows no engine."""
+
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+
+from layertap.errors import OptionError
+
+_LOOPBACK = ("localhost", "::1")
+_BACKLOG = 2048
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Claim an address before a model is loaded for it. Connections are refused until the server is ready and listens.
+
+    Raises:
+        OptionError: the address can't be had.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        claimed = socket.socket(family, kind)
+    except OSError as exc:
+        raise OptionError(f"host {host!r}, port {port}: {exc.strerror or exc}") from exc
+    try:
+        claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        claimed.bind(address)
+    except (OSError, OverflowError) as exc:
+        claimed.close()
+        raise OptionError(f"host {host!r}, port {port}: {getattr(exc, 'strerror', None) or exc}") from exc
+    return claimed
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    return host in _LOOPBACK or host.startswith("127.")
+
+
+def run(app: Any, claimed: socket.socket, on_ready: Callable[[], None] | None = None) -> None:
+    """Serve until SIGTERM or SIGINT, finish what is running, and return. A second SIGINT drops it."""
+    Server(app, on_ready).run(sockets=[claimed])
+
+
+@contextlib.contextmanager
+def signals_end_the_server() -> Iterator[None]:
+    """Keep SIGTERM and SIGINT from ending the process before everything is published.
+
+    uvicorn raises the signal that stopped it once more when it has stopped; that one is taken here and means nothing.
+    """
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Server(uvicorn.Server):
+    """Tells when it listens."""
+
+    def __init__(self, app: Any, on_ready: Callable[[], None] | None = None) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                backlog=_BACKLOG,
+                log_level="warning",
+                log_config=None,
+                access_log=False,
+                timeout_keep_alive=75,
+                lifespan="on",
+                server_header=False,
+            )
+        )
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and self._on_ready is not None:
+            self._on_ready()
