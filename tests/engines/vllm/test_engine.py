@@ -1,0 +1,133 @@
+"""`layertap.LLM(engine="vllm")`: the embedded engine's surface over vLLM."""
+
+import checkpoints
+import pytest
+import running
+from running import check_file, prompts
+
+from layertap import LLM, SamplingParams
+from layertap.errors import ExtractionError, OptionError
+from layertap.testing import oracle
+
+
+@pytest.fixture(scope="module")
+def checkpoint(checkpoint_folder):
+    return checkpoints.save("qwen3", checkpoint_folder)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return running.load_oracle("qwen3", checkpoint)
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory):
+    return tmp_path_factory.mktemp("states")
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint, storage):
+    with LLM(
+        checkpoint,
+        engine="vllm",
+        layers="all",
+        storage=storage,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_batched_tokens=64,
+        max_num_seqs=8,
+    ) as engine:
+        yield engine
+
+
+def relative_error(rows, wanted):
+    return float(((rows - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
+
+
+def test_extract_returns_rows_in_memory_and_leaves_no_file(llm, model, storage):
+    ids = [prompt["prompt_token_ids"] for prompt in prompts([3, 90, 40, 200], seed=1)]
+    samples = {sample.index: sample for sample in llm.extract(ids, layers=[3, 0, 4])}
+    assert sorted(samples) == [0, 1, 2, 3]
+    for index, sample in samples.items():
+        assert sample.layers == (3, 0, 4)
+        assert sample.token_ids.tolist() == ids[index]
+        assert sample.result.info.facts["finish_reason"] == "prefill"
+        assert relative_error(sample.hidden_states, oracle.hidden_states(model, ids[index], [3, 0, 4])) < 1e-4
+    assert not list(storage.iterdir())
+
+
+def test_extract_writes_files_into_the_folder_it_is_given(llm, model, tmp_path):
+    ids = [prompt["prompt_token_ids"] for prompt in prompts([30, 60], seed=2)]
+    for sample in llm.extract(ids, layers="last", storage=tmp_path, positions="last"):
+        assert sample.path.parent == tmp_path
+        expected = oracle.hidden_states(model, ids[sample.index], [4])[-1:]
+        assert relative_error(sample.hidden_states, expected) < 1e-4
+
+
+def test_a_prompt_that_cant_be_run_doesnt_stop_the_others(llm):
+    ids = [[9, 10], [], [11, 12], [9] * 400]
+    found = []
+    with pytest.raises(ExtractionError) as raised:
+        for sample in llm.extract(ids, layers=[1]):
+            found.append(sample.index)
+    assert sorted(found) == [0, 2]
+    assert [index for index, _ in raised.value.failures] == [1, 3]
+
+
+def test_generate_gives_each_choice_its_handle(llm, model):
+    params = SamplingParams(
+        n=2,
+        max_tokens=6,
+        ignore_eos=True,
+        extra_args={"kv_transfer_params": {"include_output_tokens": True, "tag": "gen"}},
+    )
+    output = llm.generate(prompts([21], seed=3), params, use_tqdm=False)[0]
+    assert output.kv_transfer_params == output.outputs[0].kv_transfer_params
+    for choice in output.outputs:
+        tokens = [*output.prompt_token_ids, *choice.token_ids]
+        check_file(model, choice.kv_transfer_params["hidden_states_path"], tokens[:-1])
+
+
+def test_a_stop_string_keeps_its_handle(llm, model):
+    (prompt,) = prompts([20], seed=4)
+    free = llm.generate(
+        prompt,
+        SamplingParams(
+            temperature=0, max_tokens=30, ignore_eos=True, extra_args={"kv_transfer_params": {"capture": False}}
+        ),
+        use_tqdm=False,
+    )[0]
+    text = free.outputs[0].text
+    stop = next(text[i : i + 2] for i in range(4, len(text) - 2) if text[i : i + 2].strip())
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=30,
+        ignore_eos=True,
+        stop=[stop],
+        extra_args={"kv_transfer_params": {"include_output_tokens": True}},
+    )
+    output = llm.generate(prompt, params, use_tqdm=False)[0]
+    choice = output.outputs[0]
+    assert choice.finish_reason == "stop"
+    check_file(
+        model, choice.kv_transfer_params["hidden_states_path"], [*output.prompt_token_ids, *choice.token_ids][:-1]
+    )
+
+
+def test_chat_runs_the_models_template(llm, model):
+    messages = [{"role": "user", "content": "hello"}]
+    output = llm.chat(
+        messages, SamplingParams(max_tokens=2, temperature=0, extra_args={"kv_transfer_params": {}}), use_tqdm=False
+    )[0]
+    check_file(model, output.kv_transfer_params["hidden_states_path"], output.prompt_token_ids)
+
+
+def test_bad_options_are_refused_before_anything_runs(llm, storage):
+    before = sorted(storage.iterdir())
+    for options in ({"layer": 1}, {"layers": [7]}, {"positions": [0, 999]}, {"tag": "gen"}):
+        with pytest.raises(OptionError):
+            llm.generate(
+                prompts([4]), SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": options}), use_tqdm=False
+            )
+    assert sorted(storage.iterdir()) == before
