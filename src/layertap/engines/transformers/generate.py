@@ -19,12 +19,13 @@ from torch import Tensor, nn
 
 from layertap.engines.base import Delta, GenerateJob, ModelInfo
 from layertap.engines.transformers.batching import BatchedStepper, kv_bytes_per_token
+from layertap.engines.transformers.bench import Bench
 from layertap.engines.transformers.running import Running, as_error, start
 from layertap.engines.transformers.sampler import Draw, sample
 from layertap.engines.transformers.single import SingleStepper
 from layertap.engines.transformers.stepping import Step, Stepper
 from layertap.engines.transformers.stopping import Finish
-from layertap.engines.transformers.trial import Bench, Verdict, find_way
+from layertap.engines.transformers.trial import Verdict, find_way
 from layertap.errors import EngineError, OptionError, UnsupportedModelError
 
 __all__ = ["GenerationOptions", "Generator"]
