@@ -65,6 +65,16 @@ def test_pieces_pick_rows_of_a_padded_batch():
     assert torch.equal(rows[:, 0], torch.cat([x[0, 1:4], x[1, :2]]))
 
 
+def test_many_pieces_are_gathered_into_the_same_places():
+    _, tap, forward = stack(1)
+    x = torch.arange(80.0).reshape(2, 20, 2)
+    wanted = [(batch, 2 * i, 2 * i + 1) for batch in range(2) for i in range(10)]
+    rows = torch.full((20, 1, 2), float("nan"))
+    with tap.into(rows, [1], [Piece(b, begin, end, row) for row, (b, begin, end) in enumerate(wanted)], (2, 20)):
+        run_to_exit(lambda: forward(x))
+    assert torch.equal(rows[:, 0], torch.stack([x[b, begin] + 1 for b, begin, _ in wanted]))
+
+
 def test_a_skipped_block_is_entered_by_what_enters_the_next():
     _, tap, forward = stack(4)
     rows = torch.full((1, 4, 2), float("nan"))

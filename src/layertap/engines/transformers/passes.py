@@ -88,9 +88,9 @@ class Passes:
         for i, sequence in enumerate(sequences):
             ids[i, : len(sequence)] = torch.as_tensor(sequence)
             mask[i, : len(sequence)] = 1
-        inputs: dict[str, Any] = {"input_ids": ids.to(self.device)}
+        inputs: dict[str, Any] = {"input_ids": self._to_device(ids)}
         if way == "padded":
-            inputs["attention_mask"] = mask.to(self.device)
+            inputs["attention_mask"] = self._to_device(mask)
         view.run(inputs | self._options, layers, rows, _pieces(wanted, [(i, 0) for i in range(len(sequences))]))
 
     def _run_packed(
@@ -105,14 +105,22 @@ class Passes:
         ids = torch.cat([torch.as_tensor(sequence, dtype=torch.int64) for sequence in sequences])[None]
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
         pack = Pack.of(lengths, self.device)
-        inputs: dict[str, Any] = {"input_ids": ids.to(self.device), "position_ids": positions.to(self.device)}
+        inputs: dict[str, Any] = {"input_ids": self._to_device(ids), "position_ids": self._to_device(positions)}
         with packed(pack):
             view.run(inputs | self._options, layers, rows, _pieces(wanted, [(0, begin) for begin in pack.bounds[:-1]]))
 
-    def compile_packed(self) -> None:
-        """Compile the blocks of the packed view; lengths stay dynamic, the attention stays one opaque operator."""
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        """Copy without waiting for what the device is busy with."""
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+
+    def compile_packed(self, **options: Any) -> None:
+        """Compile the blocks of the packed view; lengths stay dynamic, the attention stays one opaque operator.
+
+        Args:
+            options: for torch.compile.
+        """
         for block in self._packed.modules:
-            block.forward = torch.compile(block.forward, dynamic=True)
+            block.forward = torch.compile(block.forward, dynamic=True, **options)
 
 
 class _View:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Arena", "Arenas", "EarlyExit", "Piece", "Tap", "run_to_exit"]
 
+_MOST_PIECES = 8
+"""With more pieces (the last row of each of many prompts) one gather is cheaper than many copies."""
+
 
 class EarlyExit(BaseException):
     """Ends a forward whose deepest layer has been taken. Not an Exception: no model may swallow it."""
@@ -155,6 +158,20 @@ class _Target:
     slots: dict[int, int]
     deepest: int
     next_layer: int = 0
+    index: Tensor | None = None
+
+    def copy(self, stream: Tensor, slot: int) -> None:
+        """Put the wanted rows of a stream [batch, tokens, hidden] into a slot."""
+        if len(self.pieces) <= _MOST_PIECES:
+            for piece in self.pieces:
+                place = self.rows[piece.row : piece.row + piece.end - piece.begin, slot]
+                place.copy_(stream[piece.batch, piece.begin : piece.end])
+            return
+        if self.index is None:
+            width = self.shape[1]
+            rows = [r for p in self.pieces for r in range(p.batch * width + p.begin, p.batch * width + p.end)]
+            self.index = torch.tensor(rows, device=stream.device)
+        self.rows[:, slot].copy_(stream.reshape(-1, stream.shape[-1])[self.index])
 
 
 class Tap:
@@ -219,9 +236,7 @@ class Tap:
                     "don't belong to the tokens one to one"
                 )
             for slot in wanted:
-                for piece in target.pieces:
-                    place = target.rows[piece.row : piece.row + piece.end - piece.begin, slot]
-                    place.copy_(stream[piece.batch, piece.begin : piece.end])
+                target.copy(stream, slot)
         if layer >= target.deepest:
             raise EarlyExit
 
