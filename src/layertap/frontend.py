@@ -146,6 +146,7 @@ class Frontend:
         Raises:
             OptionError, TargetExistsError, StoreFullError, OSError: nothing is reserved.
         """
+        self.engine.check(params)
         request_id = request_id or new_request_id("cmpl")
         plan = self.plan(params.kv_transfer_params)
         requests = [

@@ -94,7 +94,9 @@ def server(llm):
 @pytest.fixture(scope="session")
 def keyed(llm):
     """The same engine behind two API keys."""
-    with run_background(llm.front, ServerSettings(served_model_names=("tiny",), api_keys=KEYS, allow_delete=True)) as up:
+    with run_background(
+        llm.front, ServerSettings(served_model_names=("tiny",), api_keys=KEYS, allow_delete=True)
+    ) as up:
         yield up
 
 

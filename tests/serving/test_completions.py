@@ -32,7 +32,9 @@ def test_the_file_of_an_answer_holds_the_rows_of_its_prompt(client, check_rows):
 
 
 def test_include_output_tokens_adds_all_rows_but_the_last_tokens(client, check_rows):
-    (choice,) = complete(client, capture={"include_output_tokens": True}, max_tokens=6, extra={"ignore_eos": True}).choices
+    (choice,) = complete(
+        client, capture={"include_output_tokens": True}, max_tokens=6, extra={"ignore_eos": True}
+    ).choices
     assert len(choice.token_ids) == 6
     check_rows(load(choice), (choice.prompt_token_ids + choice.token_ids)[:-1])
 
@@ -77,7 +79,9 @@ def test_usage_counts_all_prompts_and_choices(client):
 def test_a_stop_string_ends_the_text_and_keeps_the_handle(client, check_rows):
     whole = complete(client, seed=3, max_tokens=40, extra={"ignore_eos": True}).choices[0]
     stop = whole.text[5:7]
-    cut = complete(client, capture={"include_output_tokens": True}, seed=3, max_tokens=40, stop=[stop], extra={"ignore_eos": True})
+    cut = complete(
+        client, capture={"include_output_tokens": True}, seed=3, max_tokens=40, stop=[stop], extra={"ignore_eos": True}
+    )
     (choice,) = cut.choices
     assert choice.finish_reason == "stop"
     assert choice.stop_reason == stop

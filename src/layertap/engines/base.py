@@ -133,6 +133,9 @@ class Engine(Protocol):
     def extract(self, jobs: Iterable[ExtractJob]) -> Iterable[int]:
         """Run prompts as `jobs` are pulled; yields the index of each job whose rows have all been handed over (or failed)."""
 
+    def check(self, params: SamplingParams) -> None:
+        """Raise an OptionError for what this engine can't honour."""
+
     def submit(self, job: GenerateJob) -> None:
         """Queue a generation. Failures come as a Delta with finish_reason "error"."""
 

@@ -115,18 +115,31 @@ def from_validation(errors: Sequence[Mapping[str, Any]], known: Mapping[str, Seq
         errors: of pydantic.
         known: fields by the name of the model, for "did you mean".
     """
-    first = errors[0]
-    parts = [str(part) for part in first.get("loc", ()) if part not in ("body", "query", "path")]
-    union = {"str", "list[str]", "list[int]", "list[list[int]]"}
-    # a union reports each of its members; the member's name is no part of the request
-    place = [part for part in parts if part not in union and not part.startswith(("list[", "function-"))]
+    # a union reports each of its members: the one that came closest has a value, not a type, that is wrong
+    field = _place(errors[0])[:1]
+    same = [error for error in errors if _place(error)[:1] == field]
+    first = next((error for error in same if not str(error.get("type")).endswith("_type")), errors[0])
+    place = _place(first)
     param = ".".join(place) or None
     message = str(first.get("msg", "invalid"))
     if first.get("type") == "extra_forbidden":
-        name = parts[-1]
+        name = place[-1]
         near = [near for fields in known.values() for near in difflib.get_close_matches(name, fields, n=1)]
         message = "unknown field" + (f"; did you mean {near[0]!r}?" if near else "")
+    elif place[:1] == ["prompt"] and first is errors[0] and len(same) > 1:
+        param = "prompt"
+        message = "expected text, token ids, or a list of them"
     elif first.get("type") == "json_invalid":
         message = f"the body isn't JSON: {first.get('ctx', {}).get('error', message)}"
         param = None
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code="invalid_value")
+
+
+def _place(error: Mapping[str, Any]) -> list[str]:
+    """Where in the request an error is, without the names of a union's members."""
+    parts = [str(part) for part in error.get("loc", ())]
+    return [
+        part
+        for part in parts
+        if part not in ("body", "query", "path", "str") and "[" not in part and not part.startswith("constrained-")
+    ]

@@ -17,10 +17,12 @@ from layertap.engines.transformers.extract import Extractor
 from layertap.engines.transformers.generate import GenerationOptions, Generator
 from layertap.engines.transformers.generation_config import read_generation_config
 from layertap.engines.transformers.load import open_model, open_tokenizer
+from layertap.engines.transformers.running import check_params
 from layertap.engines.transformers.selftest import Routes
 from layertap.engines.transformers.trial import Verdict
 from layertap.engines.transformers.weights import Weights
 from layertap.errors import EngineError, ModelError
+from layertap.params import SamplingParams
 
 __all__ = ["TransformersEngine"]
 
@@ -108,6 +110,14 @@ class TransformersEngine:
     def routes(self, depth: int | None = None) -> Routes:
         """Say how prompts of this model may share a forward, with its first `depth` blocks (all of them if None)."""
         return self._extractor.prepare(self.info.num_layers if depth is None else depth)
+
+    def check(self, params: SamplingParams) -> None:
+        """Refuse what this engine can't honour.
+
+        Raises:
+            OptionError: an option; it is named.
+        """
+        check_params(params, self.info, self.tokenizer)
 
     def submit(self, job: GenerateJob) -> None:
         """Queue a generation; the first one loads what isn't loaded yet. Failures come as a Delta with finish_reason "error".

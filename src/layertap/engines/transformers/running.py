@@ -12,7 +12,7 @@ from layertap.engines.transformers.stopping import Finish, StopRules
 from layertap.errors import EngineError, LayertapError, OptionError, PromptError
 from layertap.params import SamplingParams
 
-__all__ = ["Running", "start"]
+__all__ = ["Running", "check_params", "start"]
 
 _keys = itertools.count()
 
@@ -169,6 +169,17 @@ def _bad_word_ids(words: list[str], tokenizer: Any) -> tuple[tuple[int, ...], ..
         if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
             found.append(spaced)
     return tuple(found)
+
+
+def check_params(params: SamplingParams, info: ModelInfo, tokenizer: Any) -> None:
+    """Refuse what this engine can't honour, before anything is reserved for the request.
+
+    Raises:
+        OptionError: an option; it is named.
+    """
+    if _listed(params.stop) and (tokenizer is None or not params.detokenize):
+        raise OptionError("stop: stop strings need text, but there is no tokenizer or detokenize is false")
+    _rules(params, info, tokenizer)
 
 
 def _listed(value: str | list[str] | tuple[str, ...] | None) -> list[str]:

@@ -1,0 +1,98 @@
+"""`/v1/chat/completions` as the official client sees it."""
+
+import openai
+import pytest
+
+from layertap import load_hidden_states
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hello."}]
+
+
+def ask(client, messages=MESSAGES, capture=None, **body):
+    extra = {"return_token_ids": True, "ignore_eos": True, **body.pop("extra", {})}
+    if capture is not None:
+        extra["kv_transfer_params"] = capture
+    return client.chat.completions.create(model="tiny", messages=messages, extra_body=extra, **body)
+
+
+def load(handle):
+    return load_hidden_states(handle["hidden_states_path"])
+
+
+def test_the_prompt_is_the_models_chat_template(client, llm, check_rows):
+    answer = ask(client, max_tokens=2)
+    tokenizer = llm.get_tokenizer()
+    text = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    assert answer.prompt_token_ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+    check_rows(load(answer.kv_transfer_params), answer.prompt_token_ids)
+
+
+def test_each_choice_has_its_rows(client, check_rows):
+    answer = ask(client, capture={"include_output_tokens": True}, n=3, max_completion_tokens=5, seed=2)
+    assert answer.choices[0].message.role == "assistant"
+    for choice in answer.choices:
+        check_rows(load(choice.kv_transfer_params), (answer.prompt_token_ids + choice.token_ids)[:-1])
+
+
+def test_positions_output_gives_the_answers_rows(client, check_rows):
+    answer = ask(client, capture={"positions": "output"}, max_tokens=5)
+    tokens = answer.prompt_token_ids + answer.choices[0].token_ids
+    check_rows(load(answer.kv_transfer_params), tokens[:-1], first=len(answer.prompt_token_ids))
+
+
+def test_a_stream_begins_with_roles_and_ends_with_handles(client):
+    whole = ask(client, n=2, max_tokens=8, seed=4)
+    chunks = list(ask(client, n=2, max_tokens=8, seed=4, stream=True, stream_options={"include_usage": True}))
+    assert [chunk.choices[0].delta.role for chunk in chunks[:2]] == ["assistant", "assistant"]
+    for choice in whole.choices:
+        mine = [chunk for chunk in chunks if chunk.choices and chunk.choices[0].index == choice.index]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in mine) == choice.message.content
+        last = mine[-1].choices[0]
+        assert last.finish_reason == "length"
+        assert load(last.kv_transfer_params)["token_ids"].tolist() == whole.prompt_token_ids
+        assert ("kv_transfer_params" in mine[-1].model_extra) == (choice.index == 0)
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+
+
+def test_logprobs_have_one_entry_per_token_with_its_bytes(client):
+    (choice,) = ask(client, max_tokens=4, logprobs=True, top_logprobs=2).choices
+    assert len(choice.logprobs.content) == 4
+    for entry in choice.logprobs.content:
+        assert entry.logprob <= 0
+        assert len(entry.top_logprobs) == 2
+        assert entry.top_logprobs[0].logprob >= entry.top_logprobs[1].logprob
+        assert bytes(entry.bytes).decode() == entry.token
+
+
+def test_without_max_tokens_the_models_length_is_the_limit(client, llm):
+    short = ask(client, [{"role": "user", "content": "x" * 60}])
+    assert short.usage.total_tokens == llm.info.max_model_len
+    assert short.choices[0].finish_reason == "length"
+
+
+def test_continuing_a_message_leaves_its_turn_open(client):
+    messages = [*MESSAGES, {"role": "assistant", "content": "Hel"}]
+    closed = ask(client, messages, max_tokens=1)
+    still_open = ask(
+        client, messages, max_tokens=1, extra={"continue_final_message": True, "add_generation_prompt": False}
+    )
+    assert closed.prompt_token_ids[: len(still_open.prompt_token_ids)] == still_open.prompt_token_ids
+    assert len(still_open.prompt_token_ids) < len(closed.prompt_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": [{"content": "no role"}]}, None),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"extra": {"guided_json": {}}}, "guided_json"),
+    ],
+)
+def test_what_cant_be_honoured_is_a_400_that_names_it(client, body, param):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, **body)
+    if param is not None:
+        assert caught.value.param == param
