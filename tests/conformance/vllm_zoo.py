@@ -1,7 +1,7 @@
 """Runs zoo models on vLLM's CPU build and compares every row with the float32 oracle.
 
-`python tests/conformance/vllm_zoo.py [NAME ...]` prints one JSON line a model: ok, refused by layertap (with its reason), or not run
-by vLLM (with vLLM's). Each model gets a forked process of its own, so that one that ends vLLM doesn't end the others.
+`python tests/conformance/vllm_zoo.py [NAME ...]` prints one JSON line a model: ok, refused by layertap (with its reason), or not
+run by vLLM (with vLLM's). Each model gets a forked process of its own, so that one that ends vLLM doesn't end the others.
 """
 
 import json
@@ -56,7 +56,7 @@ def run_in_fork(name: str, folder: Path) -> dict[str, Any]:
         os.dup2(sink, 2)
         try:
             found = try_model(name, folder)
-        except BaseException as exc:
+        except BaseException as exc:  # noqa: BLE001 - reported
             traceback.print_exc()
             last = str(exc).strip().splitlines() or [type(exc).__name__]
             found = {"status": "not run", "reason": f"{type(exc).__name__}: {last[0]}"[:300]}
@@ -80,8 +80,11 @@ def main(names: list[str]) -> None:
     import transformers  # noqa: F401 - warm before the forks
     import vllm  # noqa: F401
     from vllm import LLM  # noqa: F401
+    from vllm.model_executor.models import registry
 
     from layertap.testing import zoo
+
+    registry._run_in_subprocess = lambda function: function()  # each model has a process of its own anyway
 
     folder = Path(os.environ.get("LAYERTAP_ZOO_FOLDER") or tempfile.mkdtemp(prefix="layertap-zoo-"))
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,10 @@
 """What is patched in vLLM once the connector is configured, and only then.
 
-- `WorkerWrapperBase.init_device`: the worker's `load_model` is followed by the installation of the tap, before vLLM profiles, compiles
-  or captures anything;
+- `WorkerWrapperBase.init_device`: the worker's `load_model` is followed by the installation of the tap, before vLLM profiles,
+  compiles or captures anything;
 - `VllmConfig.compute_hash`: a compile cache that was made without the tap, or with taps elsewhere, must not be used;
+- `Executor.get_class`, the first stop of a finished configuration: vLLM's documented `extract_hidden_states` configuration gives the
+  layers and is then dropped, so that its dummy draft model isn't run;
 - `InputProcessor.process_inputs`: a bad option is refused in the front end, before anything is generated.
 
 Each checks at run time whether the engine at hand has the connector, so other engines of the same process are untouched. Child
@@ -31,6 +33,7 @@ def activate() -> None:
         os.environ[ACTIVE_ENV] = "1"
         _patch_worker()
         _patch_hash()
+        _patch_executor()
         _patch_front_end()
 
 
@@ -72,6 +75,21 @@ def _patch_hash() -> None:
         return hashlib.sha256(salted.encode()).hexdigest()[: max(10, len(plain))]
 
     VllmConfig.compute_hash = compute_hash
+
+
+def _patch_executor() -> None:
+    from vllm.v1.executor.abstract import Executor
+
+    original = Executor.get_class
+
+    @functools.wraps(original)
+    def get_class(vllm_config: Any) -> Any:
+        from layertap.engines.vllm.configured import drop_extraction
+
+        drop_extraction(vllm_config)
+        return original(vllm_config)
+
+    Executor.get_class = staticmethod(get_class)
 
 
 def _patch_front_end() -> None:

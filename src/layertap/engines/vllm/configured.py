@@ -79,6 +79,23 @@ def configured(config: Any) -> Configured | None:
     )
 
 
+def drop_extraction(config: Any) -> None:
+    """Take the layers out of vLLM's documented extraction configuration, and the configuration out of vLLM's."""
+    extra = extra_config(config.kv_transfer_config)
+    if extra is None or getattr(config.speculative_config, "method", None) != _EXTRACTION:
+        return
+    ids = layers_of_extraction(config.speculative_config)
+    own = config.kv_transfer_config.kv_connector_extra_config
+    if config.kv_transfer_config.kv_connector == CONNECTOR and ids is not None and "layers" not in own:
+        own["layers"] = list(ids)
+    config.speculative_config = None
+    logger.warning(
+        "speculative_config: 'extract_hidden_states' isn't needed with %s: its layer ids were read, its draft model isn't run, and "
+        "speculative_config is free for real speculative decoding",
+        CONNECTOR,
+    )
+
+
 def layers_of_extraction(speculative_config: Any) -> tuple[int, ...] | None:
     """The layer ids of vLLM's documented `extract_hidden_states` configuration, or None."""
     if speculative_config is None or getattr(speculative_config, "method", None) != _EXTRACTION:

@@ -17,11 +17,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from layertap.engines.vllm import activate, compat, worker
 from layertap.engines.vllm.configured import configured
 from layertap.engines.vllm.messages import Finish, News, Order
+from layertap.engines.vllm.metrics import HiddenStatesProm, HiddenStatesStats, Reporter
 from layertap.engines.vllm.orders import CHOICES_KEY, Asked, OrderDesk, handle
+from layertap.engines.vllm.stops import StopFinder
 from layertap.errors import EngineError
 from layertap.files.publish import write_error
 from layertap.writing.recorder import describe
@@ -56,6 +59,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
                 "layertap's tap isn't in the model: its plugin was not active when the worker loaded the model. Is layertap "
                 "installed in the worker's environment, and allowed by VLLM_PLUGINS (plugin name 'layertap')?"
             )
+        self._stops = StopFinder(vllm_config.model_config)
+        self._reporter = Reporter()
+        self._num_refused = 0
         self._news = News(step=0)
         self._orders: dict[str, Order] = {}
         self._refused: dict[str, str] = {}
@@ -101,6 +107,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     def _refuse(self, request: Any, reason: str, *, exists: bool) -> None:
         self._refused[request.request_id] = reason
+        self._num_refused += 1
         logger.warning("layertap: request %s is refused: %s", request.request_id, reason)
         request.max_tokens = 1  # an abort from here would leave the front end waiting
         if exists or self._desk is None:
@@ -135,17 +142,16 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
             return None
         finished = request.get_finished_reason()
         reason = "abort" if finished is None else str(finished)
-        failure = None
-        stops = bool(request.sampling_params.stop)  # stop strings are found in the front end, which then aborts here
-        if reason == "abort" and not stops:
+        failure, tokens = None, list(request.all_token_ids)
+        kept = self._stops.kept_output_tokens(request) if reason == "abort" else None
+        if kept is not None:
+            reason, tokens = "stop", tokens[: request.num_prompt_tokens + kept]
+        elif reason == "abort":
             failure = "the request was aborted before it was finished"
-        elif reason not in {"stop", "length", "abort", "repetition"}:
+        elif reason not in {"stop", "length", "repetition"}:
             failure = f"the engine ended the request with {reason!r}"
-        if reason == "abort" and stops:
-            reason = "stop"
-        tokens = request.all_token_ids
-        if order.prefill:
-            tokens, reason = request.prompt_token_ids, "prefill"
+        if order.prefill and failure is None:
+            tokens, reason = list(request.prompt_token_ids), "prefill"
         self._tell(
             Finish(request_id=request.request_id, token_ids=tuple(tokens), finish_reason=reason, failure=failure)
         )
@@ -183,6 +189,33 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     def wait_for_save(self) -> None:
         """No KV is saved."""
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What changed since the last step, for vLLM's metrics."""
+        try:
+            if self.role == KVConnectorRole.SCHEDULER:
+                return self._reporter.report({"refused": self._num_refused})
+            counts = worker.tap_counts(self._engine_id)
+            return None if counts is None else self._reporter.report(counts)
+        except Exception:  # numbers aren't worth an engine
+            logger.exception("layertap: metrics")
+            return None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """A report that came from another process."""
+        return HiddenStatesStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> HiddenStatesProm:
+        """The metrics that vLLM's front end shows."""
+        return HiddenStatesProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """Publish what is finished, fail what isn't."""

@@ -20,7 +20,7 @@ from layertap.files.paths import SUFFIX, target_path
 from layertap.files.tags import reserve_tag, tag_path
 
 CHOICES_KEY = "layertap_choices"
-"""Put into kv_transfer_params by the front end where n > 1: the engine then sees one request per choice, all with the same options."""
+"""Put into kv_transfer_params by the front end where n > 1: the engine then sees one request per choice, with the same options."""
 ID_KEY = "layertap_id"
 """Put there by our own front end: the id that the client knows the request by."""
 PREFILL_KEY = "layertap_prefill"

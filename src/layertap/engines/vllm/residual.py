@@ -3,8 +3,8 @@
 vLLM's fused models return (h, r) and the stream is h + r. Others return an h that is summed already beside a stale r, or a bare
 tensor. The test runs a small forward without KV cache, with noise fed into the first and the last block and put in the place of
 what attention and state-space layers return (which is uninitialised memory then), keeps what the last block returned, and asks the
-module that runs next, the final norm: `norm(x)` equals what it put out for exactly one of x = h and x = h + r. A model where that is
-undecided is refused.
+module that runs next, the final norm: `norm(x)` equals what it put out for exactly one of x = h and x = h + r. A model where that
+is undecided is refused.
 """
 
 from collections.abc import Callable, Iterable

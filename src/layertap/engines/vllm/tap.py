@@ -74,7 +74,6 @@ class TapCounts:
 
     steps: int = 0
     bytes_copied: int = 0
-    waited_seconds: float = 0.0
 
 
 @dataclass(slots=True)

@@ -48,6 +48,12 @@ def close_tap(engine_id: str) -> None:
         tap.close()
 
 
+def tap_counts(engine_id: str) -> dict[str, float] | None:
+    """The counts of this process's tap, if it is the one that publishes."""
+    tap = _taps.get(engine_id)
+    return None if tap is None else tap.counts()
+
+
 def is_installed(config: Any) -> bool:
     """Whether the tap was installed for the engine of this configuration in this process."""
     return str(config.kv_transfer_config.engine_id) in _installed
@@ -201,6 +207,21 @@ class WorkerTap:
             else:
                 self._wants.pop(item.request_id, None)
                 self.unpacker.finish(item)
+
+    def counts(self) -> dict[str, float] | None:
+        """For metrics; None on pipeline stages that don't publish."""
+        if not isinstance(self.unpacker, Collector):
+            return None
+        recorder = self.unpacker.recorder
+        return {
+            "rows": recorder.counts.rows,
+            "bytes": recorder.counts.num_bytes,
+            "files": recorder.counts.published,
+            "failures": recorder.counts.failed,
+            "device_bytes": self.tap.counts.bytes_copied,
+            "waited_seconds": recorder.budget.waited_seconds,
+            "in_flight_bytes": recorder.budget.in_flight_bytes,
+        }
 
     def close(self) -> None:
         """Publish what is finished, fail what isn't. Never raises."""

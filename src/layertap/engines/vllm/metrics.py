@@ -1,0 +1,85 @@
+"""Numbers through vLLM's own `/metrics`: rows, bytes, files, failures, bytes in flight, seconds that the engine waited."""
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+COUNTERS = {
+    "rows": "Rows of hidden states in published files.",
+    "bytes": "Bytes of rows in published files.",
+    "files": "Files published.",
+    "failures": "Requests whose hidden states were lost; their error files say why.",
+    "refused": "Requests with options that can't be honoured.",
+    "device_bytes": "Bytes of rows copied from the device.",
+    "waited_seconds": "Seconds in which rows waited for the byte budget: the disk is slower than the engine.",
+}
+GAUGES = {"in_flight_bytes": "Bytes of rows in memory that are in no file yet."}
+
+
+class HiddenStatesStats(KVConnectorStats):  # type: ignore[misc]
+    """What changed since the last report; gauges as they are."""
+
+    data: dict[str, float]
+
+    def reset(self) -> None:
+        """Forget."""
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> "HiddenStatesStats":
+        """Add another report."""
+        for name, value in other.data.items():
+            self.data[name] = value if name in GAUGES else self.data.get(name, 0) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """The numbers of a log line."""
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        """Nothing to report."""
+        return not self.data
+
+
+class HiddenStatesProm(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The metrics `layertap:*` of each engine."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        made = {
+            name: make(name=f"layertap:{name}", documentation=text, labelnames=labelnames)
+            for make, kinds in ((self._counter_cls, COUNTERS), (self._gauge_cls, GAUGES))
+            for name, text in kinds.items()
+        }
+        self._metrics = {
+            engine: {name: metric.labels(*values) for name, metric in made.items()}
+            for engine, values in per_engine_labelvalues.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Record a report."""
+        for name, value in transfer_stats_data.items():
+            if name in GAUGES:
+                self._metrics[engine_idx][name].set(value)
+            elif name in COUNTERS:
+                self._metrics[engine_idx][name].inc(value)
+
+
+class Reporter:
+    """Turns growing counts into reports of what changed."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+
+    def report(self, counts: dict[str, float]) -> HiddenStatesStats | None:
+        """A report, or None where nothing changed."""
+        changed = {name: value - self._last.get(name, 0) for name, value in counts.items() if name in COUNTERS}
+        data = {name: value for name, value in changed.items() if value}
+        data |= {name: counts[name] for name in GAUGES if name in counts and counts[name] != self._last.get(name, 0)}
+        self._last = dict(counts)
+        return HiddenStatesStats(data=data) if data else None
