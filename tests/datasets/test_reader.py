@@ -1,5 +1,9 @@
+import gc
+import os
 import pickle
+import resource
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -64,6 +68,29 @@ def test_half_precision_comes_in_its_own_dtype(folder):
     assert item["hidden_states"].dtype == torch.bfloat16
     expected = torch.from_numpy(make_sample(0).rows.copy()).view(torch.bfloat16)
     assert torch.equal(item["hidden_states"].reshape(expected.shape).view(torch.int16), expected.view(torch.int16))
+
+
+def test_items_of_more_files_than_descriptors_can_be_held_at_once(folder):
+    write_dataset(folder, range(60), layout="files")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, limits[1]))
+    try:
+        items = list(open_dataset(folder))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(items) == 60
+
+
+def test_a_mapping_lives_as_long_as_what_was_read_from_it(folder):
+    write_dataset(folder, [0])
+    rows = open_dataset(folder)[0]["hidden_states"][:, 1]
+    gc.collect()
+    assert torch.equal(rows, torch.from_numpy(make_sample(0).rows.copy()).view(torch.float32).view(-1, 2, 6)[:, 1])
+    (mapped,) = {line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line}
+    del rows
+    gc.collect()
+    assert mapped not in Path("/proc/self/maps").read_text()
 
 
 def test_it_can_be_pickled_and_the_folder_can_be_moved(states, tmp_path):

@@ -7,6 +7,7 @@ Opening reads the manifest and five columns of the index; a shard is mapped when
 A set that is still being written can be opened; it shows the shards that are published.
 """
 
+import contextlib
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -215,7 +216,8 @@ class Dataset(Sequence[DatasetItem]):
             if ".." in Path(name).parts or Path(name).is_absolute():
                 raise ForeignError(f"{self.folder}: the index names a file outside of the data set: {name}")
             if len(self._mapped) >= _MOST_MAPPED:
-                self._mapped.pop(next(iter(self._mapped)))
+                with contextlib.suppress(StopIteration, KeyError):  # another thread may have been faster
+                    self._mapped.pop(next(iter(self._mapped)))
             shard = self._mapped[number] = MappedShard(path, self._row_bytes, self._expected_rows(number))
         row, tokens = int(self._lookup.row[at]), int(self._lookup.tokens[at])
         if row < 0 or tokens < 0 or row + tokens > shard.num_rows:

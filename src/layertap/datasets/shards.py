@@ -4,7 +4,6 @@ A shard is an ordinary layertap file (docs/format.md) of the rows of its samples
 the temporary file as they come; in memory are only 16 bytes a row (token id and digest) until it is published.
 """
 
-import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +12,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from layertap.datasets.mapping import map_private
 from layertap.errors import CorruptError, ForeignError, MissingError, TornError
 from layertap.files import format as fmt
 from layertap.files.publish import PendingFile
-
-# Linux; not in the mmap module before Python 3.13. Without it, strict overcommit would charge every private mapping.
-_MAP_NORESERVE = 0x4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +144,7 @@ class MappedShard:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 self._offset = 8 + fmt.header_size(file.read(8), size, str(path))
-                flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
-                self._map = mmap.mmap(file.fileno(), 0, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+                self._bytes = map_private(file.fileno(), size)
         except FileNotFoundError:
             raise MissingError(f"{path}: the index names this file, but it isn't there") from None
         except IsADirectoryError:
@@ -158,7 +154,6 @@ class MappedShard:
             raise TornError(
                 f"{path}: {size} bytes, which is no whole number of rows or fewer than the {min_rows} that the index has"
             )
-        self._bytes = np.frombuffer(self._map, np.uint8)
 
     def rows(self, first: int, count: int) -> NDArray[np.uint8]:
         """Return uint8 [count, bytes of a row], a view of the mapping."""
