@@ -21,7 +21,7 @@ def post(http, **body):
         ({"prompt": ["ok", ""]}, 400, "prompt[1]", "empty"),
         ({"prompt": [1, "a"]}, 400, "prompt", "text, token ids"),
         ({"prompt": [5000]}, 400, "prompt", "vocabulary"),
-        ({"prompt": [-1]}, 400, "prompt", ""),
+        ({"prompt": [-1]}, 400, "prompt.0", "0"),
         ({"prompt": "x" * 5000}, 400, "prompt", "length"),
         ({"prompt": "\ud800"}, 400, "prompt", ""),
         ({"temprature": 1.0}, 400, "temprature", "temperature"),

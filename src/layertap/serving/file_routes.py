@@ -144,7 +144,7 @@ def _file_answer(desk: FileDesk, found: FileState, request: Request) -> Response
     assert found.path is not None
     assert found.header is not None
     try:
-        fd = os.open(found.path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(found.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         raise _unknown() from None
     try:

@@ -14,7 +14,7 @@ from layertap.capture.request import RequestOptions
 from layertap.errors import HiddenStatesError, MissingError, OptionError
 from layertap.files.format import Header
 from layertap.files.locks import LOCK_SUFFIX, is_held
-from layertap.files.paths import target_path
+from layertap.files.paths import error_path, target_path
 from layertap.files.read import read_header
 from layertap.files.reap import remove_idle
 from layertap.files.tags import read_tag
@@ -80,21 +80,28 @@ class FileDesk:
         path = self._path(name)
         if self.known is not None and (url := self.known.shipped(name)) is not None:
             return FileState(name=name, path=path, state="shipped", reason=url)
-        if is_held(path.with_name(path.name + LOCK_SUFFIX)):
-            return FileState(name=name, path=path, state="writing")
+        if path.is_symlink():  # nothing of ours; whoever can make one must not make us read what it points to
+            return FileState(name=name, state="missing")
         try:
             header = read_header(path)
-        except MissingError:
-            reason = None if self.known is None else self.known.failure(name)
-            return FileState(name=name, path=path, state="missing" if reason is None else "failed", reason=reason)
         except HiddenStatesError as exc:
-            return FileState(name=name, path=path, state="failed", reason=exc.reason)
+            return self._without_file(name, path, exc)
         except OSError as exc:
             return FileState(name=name, path=path, state="failed", reason=exc.strerror or str(exc))
-        if (writer := header.info.facts.get("request_id", name)) != name:
-            reason = f"its file was replaced by request {writer}"
-            return FileState(name=name, path=path, state="failed", reason=reason)
-        return FileState(name=name, path=path, state="ready", header=header)
+        writer = header.info.facts.get("request_id", name)
+        if writer == name:
+            return FileState(name=name, path=path, state="ready", header=header)
+        if _is_being_written(path):  # and will replace another request's file
+            return FileState(name=name, path=path, state="writing")
+        return FileState(name=name, path=path, state="failed", reason=f"its file was replaced by request {writer}")
+
+    def _without_file(self, name: str, path: Path, found: HiddenStatesError) -> FileState:
+        if _is_being_written(path):
+            return FileState(name=name, path=path, state="writing")
+        if not isinstance(found, MissingError):
+            return FileState(name=name, path=path, state="failed", reason=found.reason)
+        reason = None if self.known is None else self.known.failure(name)
+        return FileState(name=name, path=path, state="missing" if reason is None else "failed", reason=reason)
 
     def _path(self, name: str) -> Path:
         own = None if self.known is None else self.known.where(name)
@@ -121,3 +128,8 @@ class FileDesk:
         if self.known is not None:
             self.known.note_deleted(freed)
         return True
+
+
+def _is_being_written(path: Path) -> bool:
+    # where flock isn't to be had a living writer counts as a holder for ever, but an error twin says that it is done
+    return is_held(path.with_name(path.name + LOCK_SUFFIX)) and not error_path(path).exists()
