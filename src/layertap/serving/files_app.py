@@ -14,7 +14,7 @@ from layertap.errors import OptionError
 from layertap.serving.error_handlers import add_error_handlers
 from layertap.serving.file_routes import file_routes
 from layertap.serving.gate import Gate
-from layertap.serving.handoff import FileDesk
+from layertap.serving.handoff import FileDesk, Known
 from layertap.serving.identity import ApiKeys
 
 logger = logging.getLogger(__name__)
@@ -22,16 +22,17 @@ logger = logging.getLogger(__name__)
 _MAX_BODY_BYTES = 1 << 16
 
 
-def build_files_app(options: StoreOptions, *, allow_delete: bool = False) -> FastAPI:
+def build_files_app(options: StoreOptions, known: Known | None = None, *, allow_delete: bool = False) -> FastAPI:
     """Make the app of the file routes; callers are what a `Gate` in front says.
 
     Args:
         options: the store's; only its folder counts.
+        known: what a server around it knows.
         allow_delete: `DELETE` is answered.
     """
     app = FastAPI(title="layertap files", version=__version__)
     add_error_handlers(app)
-    app.include_router(file_routes(FileDesk(options), allow_delete=allow_delete))
+    app.include_router(file_routes(FileDesk(options, known), allow_delete=allow_delete))
 
     @app.get("/health", summary="200 once requests are answered")
     async def health() -> JSONResponse:

@@ -45,17 +45,17 @@ class Metrics:
             registry=self.registry,
         )
         self._tokens = Counter("layertap_tokens", "Tokens, by kind.", ("kind",), registry=self.registry)
-        self.reaped_files = Counter(
+        self._reaped_files = Counter(
             "layertap_reaped_files", "Files that the reaper removed, by why.", ("why",), registry=self.registry
         )
-        self.reaped_bytes = Counter("layertap_reaped_bytes", "Bytes that the reaper freed.", registry=self.registry)
+        self._reaped_bytes = Counter("layertap_reaped_bytes", "Bytes that the reaper freed.", registry=self.registry)
         self._shipped_files = Counter(
             "layertap_shipped_files", "Files sent to object storage, by outcome.", ("outcome",), registry=self.registry
         )
         for kind in ("prompt", "generated"):
             self._tokens.labels(kind)
         for why in ("expired", "quota", "leftover", "deleted"):
-            self.reaped_files.labels(why)
+            self._reaped_files.labels(why)
         for outcome in ("stored", "failed"):
             self._shipped_files.labels(outcome)
         self.registry.register(self)
@@ -70,6 +70,11 @@ class Metrics:
         """Count tokens of a request that ended."""
         self._tokens.labels("prompt").inc(prompt_tokens)
         self._tokens.labels("generated").inc(generated_tokens)
+
+    def reaped(self, why: str, num_files: int, num_bytes: int) -> None:
+        """Count what was removed."""
+        self._reaped_files.labels(why).inc(num_files)
+        self._reaped_bytes.inc(num_bytes)
 
     def shipped(self, outcome: str) -> None:
         """Count a file that was sent ("stored") or couldn't be ("failed")."""

@@ -8,13 +8,12 @@ thread ended, the store would fill up.
 import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from layertap.capture.options import StoreOptions
 from layertap.files.reap import Reaped, reap, remove_idle
 from layertap.files.tags import expire_tags
-from layertap.serving.book import Book
-from layertap.serving.metrics import Metrics
 from layertap.writing.room import StoreRoom
 
 logger = logging.getLogger(__name__)
@@ -26,17 +25,25 @@ class Reaper:
     Args:
         options: the store's: where, and how long files live.
         room: told what was freed.
-        book: knows what was delivered.
-        metrics: where its work is counted.
+        delivered: tells what was delivered.
+        count: called with why ("leftover", "expired", "quota"), files and bytes.
         seconds: between two rounds.
     """
 
-    def __init__(self, options: StoreOptions, room: StoreRoom, book: Book, metrics: Metrics, seconds: float) -> None:
+    def __init__(
+        self,
+        options: StoreOptions,
+        room: StoreRoom,
+        *,
+        delivered: Callable[[], set[Path]] = set,
+        count: Callable[[str, int, int], None] = lambda _why, _files, _bytes: None,
+        seconds: float = 10.0,
+    ) -> None:
         self._ttl_seconds = options.ttl_seconds
         self._folder = room.folder
         self._room = room
-        self._book = book
-        self._metrics = metrics
+        self._delivered = delivered
+        self._count = count
         self._seconds = seconds if self._ttl_seconds is None else min(seconds, self._ttl_seconds)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -75,9 +82,8 @@ class Reaper:
             self._room.recount()
         except Exception:
             logger.exception("a round of the reaper failed; it goes on")
-        self._metrics.reaped_files.labels("leftover").inc(len(found.temporaries) + len(found.locks))
-        self._metrics.reaped_files.labels("expired").inc(len(found.expired))
-        self._metrics.reaped_bytes.inc(found.freed_bytes)
+        self._count("leftover", len(found.temporaries) + len(found.locks), 0)
+        self._count("expired", len(found.expired), found.freed_bytes)
         if found.expired or found.temporaries:
             logger.info(
                 "reaped %d expired files and %d leftovers, %d bytes",
@@ -91,14 +97,13 @@ class Reaper:
     def make_room(self, num_bytes: int) -> None:
         """Remove what was delivered, oldest first, until so many bytes are free."""
         freed = 0
-        for path in sorted(self._book.fetched_paths(), key=_age):
+        for path in sorted(self._delivered(), key=_age):
             if freed >= num_bytes:
                 break
             removed = remove_idle(path) if path.parent == self._folder and path.exists() else None
             if removed is not None:
                 freed += removed
-                self._metrics.reaped_files.labels("quota").inc()
-        self._metrics.reaped_bytes.inc(freed)
+                self._count("quota", 1, removed)
         self._room.recount()
 
 

@@ -37,7 +37,13 @@ class ServerState:
         self.metrics = Metrics(front, self.book)
         options = front.options
         self.handles = Handles(options.handover)
-        self.reaper = Reaper(options, front.recorder.room, self.book, self.metrics, settings.reap_seconds)
+        self.reaper = Reaper(
+            options,
+            front.recorder.room,
+            delivered=self.book.fetched_paths,
+            count=self.metrics.reaped,
+            seconds=settings.reap_seconds,
+        )
         self.shipper: Shipper | None = None
         if options.handover not in ("path", "http"):
             self.shipper = Shipper(options.handover, self.book, self.metrics.shipped)
@@ -135,5 +141,4 @@ class _Known:
 
     def note_deleted(self, num_bytes: int) -> None:
         self._state.front.recorder.room.removed(num_bytes)
-        self._state.metrics.reaped_files.labels("deleted").inc()
-        self._state.metrics.reaped_bytes.inc(num_bytes)
+        self._state.metrics.reaped("deleted", 1, num_bytes)

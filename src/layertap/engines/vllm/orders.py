@@ -26,6 +26,10 @@ ID_KEY = "layertap_id"
 PREFILL_KEY = "layertap_prefill"
 """Put there by our own front end: only the prompt is wanted; the token that vLLM samples anyway is no part of the sequence."""
 
+PROMPTS_KEY = "layertap_prompts"
+"""Put there by our middleware: how many prompts the HTTP request has; the engine sees a request per prompt, with the same options."""
+
+_PLACE = re.compile(r".*-(\d+)-[0-9a-f]{8}|.*-(\d+)", re.DOTALL)  # vLLM's internal ids end in random digits
 _CHILD = re.compile(r"(\d+)_(.+)", re.DOTALL)
 
 
@@ -71,6 +75,7 @@ class OrderDesk:
         choices = mine.pop(CHOICES_KEY, 1)
         public_id = mine.pop(ID_KEY, None)
         prefill = mine.pop(PREFILL_KEY, False) is True
+        place = _place(asked.request_id) if mine.pop(PROMPTS_KEY, 1) > 1 else 0
         options = RequestOptions.parse(mine, foreign_keys_allowed=self.configured.shared)
         store = self.configured.options
         if not (store.capture_by_default if options.capture is None else options.capture):
@@ -80,13 +85,14 @@ class OrderDesk:
                 "kv_transfer_params: hidden states of a prompt given as embeddings can't be checked; refused"
             )
         choice = _choice(asked.request_id) if choices > 1 else 0
+        suffix = f"-{place}-{choice}" if place or choice else ""
         path = target_path(store, asked.request_id, options.hidden_states_path)
         if (
-            choice
+            suffix
             and options.hidden_states_path is not None
             and path.name == os.path.basename(options.hidden_states_path)
         ):
-            path = path.with_name(f"{path.name.removesuffix(SUFFIX)}-0-{choice}{SUFFIX}")
+            path = path.with_name(f"{path.name.removesuffix(SUFFIX)}{suffix}{SUFFIX}")
         spec = CaptureSpec(
             layers=self._layers(options),
             dtype=options.save_dtype or self.configured.dtype,
@@ -107,7 +113,7 @@ class OrderDesk:
             spec=spec,
             path=str(path),
             overwrite=options.overwrite,
-            public_id=asked.request_id if public_id is None else f"{public_id}{f'-0-{choice}' if choice else ''}",
+            public_id=asked.request_id if public_id is None else f"{public_id}{suffix}",
             tag=options.tag,
             prefill=prefill,
         )
@@ -155,3 +161,8 @@ def handle(order: Order) -> dict[str, str]:
 def _choice(request_id: str) -> int:
     parts = _CHILD.fullmatch(request_id)
     return int(parts[1]) if parts else 0
+
+
+def _place(request_id: str) -> int:
+    parts = _PLACE.fullmatch(request_id)
+    return int(parts[1] or parts[2]) if parts else 0

@@ -1,0 +1,113 @@
+"""`layertap serve --engine vllm`: stock `vllm serve` with our connector and our middleware."""
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from layertap.capture.options import StoreOptions
+from layertap.errors import OptionError
+from layertap.params import CONNECTORS, layers_of_speculative_config
+from layertap.serving.launch import ServeOptions, store_config
+from layertap.serving.vllm_middleware import CONFIG_ENV, MiddlewareConfig
+
+logger = logging.getLogger(__name__)
+
+MIDDLEWARE = "layertap.serving.vllm_middleware.HiddenStatesMiddleware"
+_FLAGS = {
+    "dtype": "--dtype",
+    "max_model_len": "--max-model-len",
+    "revision": "--revision",
+    "tokenizer": "--tokenizer",
+    "max_num_batched_tokens": "--max-num-batched-tokens",
+    "max_num_seqs": "--max-num-seqs",
+}
+
+
+def vllm_command(options: ServeOptions, more: Sequence[str] = ()) -> tuple[list[str], dict[str, str]]:
+    """The command line of vLLM and what its environment has to say to the middleware.
+
+    Args:
+        options: as for the embedded engine.
+        more: options of vLLM, as they are.
+
+    Raises:
+        OptionError: what can't be had with vLLM.
+    """
+    given = dict(options.engine_options)
+    if given.pop("device", None) is not None:
+        raise OptionError("device: vLLM chooses by CUDA_VISIBLE_DEVICES and its own options")
+    if options.weights_version is not None:
+        raise OptionError("weights_version: can't be said with --engine vllm")
+    speculative = options.speculative_config
+    layers = options.layers
+    if speculative is not None and speculative.get("method") == "extract_hidden_states":
+        named = layers_of_speculative_config(speculative)
+        if named is not None and layers is not None and str(named) != str(layers):
+            raise OptionError("layers: given twice and differently, as an option and in speculative_config")
+        layers = layers if named is None else named
+        speculative = None
+    config, asked = _kv_transfer_config(options, layers)
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", options.model]
+    command += ["--host", options.host, "--port", str(options.port)]
+    command += ["--kv-transfer-config", json.dumps(config), "--middleware", MIDDLEWARE]
+    if speculative is not None:
+        command += ["--speculative-config", json.dumps(dict(speculative))]
+    for name, flag in _FLAGS.items():
+        if name in given:
+            command += [flag, str(given.pop(name))]
+    if given.pop("trust_remote_code", False):
+        command.append("--trust-remote-code")
+    if given:
+        raise OptionError(f"{sorted(given)[0]}: can't be had with --engine vllm")
+    settings = options.settings
+    if settings.served_model_names:
+        command += ["--served-model-name", *settings.served_model_names]
+    if settings.api_keys:
+        command += ["--api-key", *settings.api_keys]
+    command += ["--max-logprobs", str(settings.max_logprobs), *more]
+    middleware = MiddlewareConfig(
+        store=asked,
+        shared=config["kv_connector"] == "MultiConnector",
+        api_keys=settings.api_keys,
+        allow_delete=settings.allow_delete,
+        max_body_bytes=settings.max_body_bytes,
+    )
+    return command, {CONFIG_ENV: middleware.dumps()}
+
+
+def _kv_transfer_config(options: ServeOptions, layers: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """vLLM's configuration, and the store's options as the middleware keeps to them."""
+    multi = (options.kv_transfer_config or {}).get("kv_connector") == "MultiConnector"
+    if multi:
+        config = json.loads(json.dumps(options.kv_transfer_config))
+        children = config.get("kv_connector_extra_config", {}).get("connectors", [])
+        ours = next((child for child in children if child.get("kv_connector") in CONNECTORS), None)
+        if ours is None:
+            raise OptionError("kv_transfer_config: MultiConnector needs a HiddenStatesConnector among its connectors")
+        extra = ours.setdefault("kv_connector_extra_config", {})
+        extra.update(options.store)
+    else:
+        config = ours = store_config(options)
+        config["kv_role"] = config["kv_role"] or "kv_producer"
+        extra = config["kv_connector_extra_config"]
+    ours["kv_connector"] = "HiddenStatesConnector"
+    if layers is not None and extra.get("layers") is None:
+        extra["layers"] = layers
+    if StoreOptions.parse(extra).handover not in ("path", "http"):
+        raise OptionError("handover: object storage can't be had with --engine vllm, only path or http")
+    asked = dict(extra)
+    # the middleware decides where files go and says so to the connector; clients are held to what was asked for
+    extra["allow_custom_save_path"] = True
+    extra.pop("handover", None)
+    return config, asked
+
+
+def exec_vllm(options: ServeOptions, more: Sequence[str]) -> NoReturn:
+    """Become vLLM's server."""
+    command, environment = vllm_command(options, more)
+    shown = [word if before != "--api-key" else "***" for before, word in zip(["", *command], command, strict=False)]
+    logger.info("running %s", " ".join(shown[1:]))
+    os.execve(command[0], command, {**os.environ, **environment})
