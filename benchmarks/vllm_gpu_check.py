@@ -1,10 +1,10 @@
-"""Are the rows that vLLM's engine saves on a GPU the model's? Every runner, graph mode and cache state, beside transformers in float32.
+"""Are the rows that the vLLM engine saves on a GPU the model's? Every runner, graph mode and cache state, beside transformers.
 
 Run as: python benchmarks/vllm_gpu_check.py [--only v2-graphs,v1-eager,...] [--tokens 16]
 
 Each variant starts one vLLM engine on a random model (Qwen3 blocks, 8 of them, hidden 1024, bfloat16) with a KV cache too small for
-its load, and runs 64 requests of mixed lengths, layers and positions, with output rows. Each row is compared with transformers in
-float32 on the same GPU; transformers in bfloat16 gives the yardstick (the error that bfloat16 alone makes). One JSON line a variant.
+its load, and runs 64 requests of mixed lengths, layers and positions, with output rows. Each row is compared with transformers
+in float32 on the same GPU; transformers in bfloat16 gives the yardstick (the error that bfloat16 alone makes). One JSON line each.
 """
 
 import argparse
@@ -117,7 +117,7 @@ def run_engine(name: str, max_tokens: int, plain: bool) -> None:
         max_model_len=4096,
         max_num_batched_tokens=2048,
         max_num_seqs=64,
-        gpu_memory_utilization=0.5,
+        gpu_memory_utilization=0.2,
         block_size=16,
         num_gpu_blocks_override=700,
         seed=0,

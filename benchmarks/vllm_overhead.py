@@ -1,11 +1,11 @@
 """What capture costs vLLM: prefill and generation with and without it, alternating inside one engine (A B A B ...).
 
-Run as: python benchmarks/vllm_overhead.py [--mode tap|plain|own] [--work mixed,generate,all] [--rounds 3] [--tp 1] [--store /dev/shm/x]
+Run as: python benchmarks/vllm_overhead.py [--mode tap|plain|own] [--work mixed,generate,all] [--rounds 3] [--tp 1]
 
-A is `capture: false`, B captures; both are the same engine, so heat and clocks are shared. `--mode plain` is vLLM without the plugin,
-`--mode own` vLLM's own extraction: each a start of its own, for the ratio between engines. Per round: tokens per second until vLLM
-returned, and until every file was published (readers delete the files meanwhile). Qwen3-8B's shape, random weights, bfloat16. The last
-line is JSON.
+A is `capture: false`, B captures; both are the same engine, so heat and clocks are shared. `--mode plain` is vLLM without the
+plugin, `--mode own` vLLM's own extraction: each a start of its own, for the ratio between engines. Per round: tokens per second
+until vLLM returned, and until every file was published (readers delete the files meanwhile). Qwen3-8B's shape, random weights,
+bfloat16. The last line is JSON.
 """
 
 import argparse
@@ -26,19 +26,19 @@ def engine_options(args, folder: Path, layers) -> dict:
     """The options of vLLM's LLM for a mode."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(QWEN3_8B))
-    options = dict(
-        model=str(folder),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        max_model_len=16_384,
-        max_num_batched_tokens=16_384,
-        gpu_memory_utilization=0.85,
-        enable_prefix_caching=False,
-        tensor_parallel_size=args.tp,
-        pipeline_parallel_size=args.pp,
-        max_num_seqs=256,
-    )
+    options = {
+        "model": str(folder),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": 16_384,
+        "max_num_batched_tokens": 16_384,
+        "gpu_memory_utilization": 0.85,
+        "enable_prefix_caching": False,
+        "tensor_parallel_size": args.tp,
+        "pipeline_parallel_size": args.pp,
+        "max_num_seqs": 256,
+    }
     from vllm.config import KVTransferConfig
 
     if args.mode == "tap":

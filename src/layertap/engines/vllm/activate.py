@@ -3,8 +3,8 @@
 - `WorkerWrapperBase.init_device`: the worker's `load_model` is followed by the installation of the tap, before vLLM profiles,
   compiles or captures anything;
 - `VllmConfig.compute_hash`: a compile cache that was made without the tap, or with taps elsewhere, must not be used;
-- `Executor.get_class`, the first stop of a finished configuration: vLLM's documented `extract_hidden_states` configuration gives the
-  layers and is then dropped, so that its dummy draft model isn't run;
+- `Executor.get_class`, the first stop of a finished configuration: vLLM's documented `extract_hidden_states` configuration gives
+  the layers and is then dropped, so that its dummy draft model isn't run;
 - `InputProcessor.process_inputs`: a bad option is refused in the front end, before anything is generated.
 
 Each checks at run time whether the engine at hand has the connector, so other engines of the same process are untouched. Child

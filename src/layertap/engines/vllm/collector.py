@@ -14,7 +14,7 @@ import torch
 
 from layertap.assembly import Rows
 from layertap.engines.vllm.messages import Finish, Order
-from layertap.engines.vllm.unpack import Running, Unpacker
+from layertap.engines.vllm.unpack import GatherRoom, Running, Unpacker
 from layertap.files.publish import write_error
 from layertap.writing.recorder import Capture, Recorder, describe
 
@@ -31,9 +31,17 @@ class Collector(Unpacker):
         taps: layer ids of this worker.
         dtype: compute dtype of the rows.
         num_stages: pipeline stages that deliver rows; a capture is finished when all have.
+        gather: see Unpacker; only with one stage, since the parts of a row must carry the same step.
     """
 
-    def __init__(self, recorder: Recorder, taps: tuple[int, ...], dtype: torch.dtype, num_stages: int = 1) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        taps: tuple[int, ...],
+        dtype: torch.dtype,
+        num_stages: int = 1,
+        gather: GatherRoom | None = None,
+    ) -> None:
         self.recorder = recorder
         self._num_stages = num_stages
         self._captures: dict[str, Future[Capture]] = {}
@@ -41,7 +49,7 @@ class Collector(Unpacker):
         self._finishes: dict[str, tuple[Running | None, Finish]] = {}
         self._admissions = ThreadPoolExecutor(_ADMISSION_THREADS, thread_name_prefix="layertap-admit")
         self._fresh: list[Future[Capture]] = []
-        super().__init__(taps, dtype)
+        super().__init__(taps, dtype, gather if num_stages == 1 else None)
 
     def order(self, order: Order) -> None:
         """Begin a capture; its reservation runs beside the forward."""

@@ -59,6 +59,7 @@ def probe(
     inside = {id(module) for block in blocks.local.values() for module in block.modules()}
     containers = _ancestors(model, blocks)
     handles: list[Any] = []
+    replaced: list[Any] = [mixer for mixer in mixers if isinstance(mixer, nn.Module) and "forward" not in vars(mixer)]
     generator = torch.Generator(device="cpu").manual_seed(_SEED)  # the same on every rank
 
     def noise(value: torch.Tensor) -> torch.Tensor:
@@ -77,13 +78,17 @@ def probe(
         seen.hidden_argument = named[0] if named else (places[0] if places else None)
         return tuple(map(fed, args)), {name: fed(value) for name, value in kwargs.items()}
 
-    def replace_mixed(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if isinstance(output, torch.Tensor) and output.is_floating_point():
-            return noise(output)
-        target = kwargs.get("output", args[-1] if args else None)
-        if output is None and isinstance(target, torch.Tensor) and target.is_floating_point():
-            target.copy_(noise(target))
-        return output
+    def mixed(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output = original(*args, **kwargs)
+            if isinstance(output, torch.Tensor) and output.is_floating_point():
+                return noise(output)
+            target = kwargs.get("output", args[-1] if args else None)
+            if output is None and isinstance(target, torch.Tensor) and target.is_floating_point():
+                target.copy_(noise(target))
+            return output
+
+        return forward
 
     def watch(index: int) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -103,11 +108,8 @@ def probe(
     try:
         for index in {first, last}:
             handles.append(blocks.local[index].register_forward_pre_hook(feed_noise, with_kwargs=True))
-        handles += [
-            mixer.register_forward_hook(replace_mixed, with_kwargs=True)
-            for mixer in mixers
-            if isinstance(mixer, nn.Module) and id(mixer) in inside
-        ]
+        for mixer in replaced:
+            mixer.forward = mixed(mixer.forward)  # not a hook: vLLM's Transformers backend calls forward itself
         handles += [block.register_forward_hook(watch(index)) for index, block in blocks.local.items()]
         handles += [
             module.register_forward_hook(watch_reader)
@@ -119,6 +121,8 @@ def probe(
     finally:
         for handle in handles:
             handle.remove()
+        for mixer in replaced:
+            vars(mixer).pop("forward", None)
     return seen, output
 
 

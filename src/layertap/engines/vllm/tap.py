@@ -131,7 +131,9 @@ class Tap:
         self._current: _Current | None = None
         self.cell_bytes = hidden_size * dtype.itemsize
         self.step_cells = max_rows * max(len(taps), 1)
-        host_cells = max(self.step_cells, min(4 * self.step_cells, host_bytes // self.cell_bytes))
+        host_cells = max(
+            self.step_cells, _power_of_two(min(4 * self.step_cells * self.cell_bytes, host_bytes)) // self.cell_bytes
+        )
         self._host = torch.empty((host_cells, hidden_size), dtype=dtype, pin_memory=on_device)
         self._host_bytes: NDArray[np.uint8] = self._host.view(torch.uint8).numpy().reshape(host_cells, self.cell_bytes)
         self.host_ring = Ring(host_cells)
@@ -313,6 +315,11 @@ class Tap:
         snapshot[0].copy_(layout.positions[: layout.num_rows])
         snapshot[1].copy_(layout.input_ids[: layout.num_rows])
         return snapshot
+
+
+def _power_of_two(num_bytes: int) -> int:
+    # torch rounds pinned memory up to one
+    return 1 << max(0, num_bytes.bit_length() - 1)
 
 
 def _stream(device: torch.device) -> Any:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from layertap.assembly import Rows
 from layertap.capture.request import SAVE_DTYPES
+from layertap.engines.vllm.bank import Bank, Gathered
 from layertap.engines.vllm.messages import Finish, Order
 from layertap.engines.vllm.rowmap import SKIP, Chunk, Want
 from layertap.engines.vllm.tap import Step
@@ -61,15 +62,31 @@ def want_of(order: Order, taps: tuple[int, ...]) -> Want:
     return Want(candidates=order.spec.candidates, ranks=ranks, num_layers=len(held))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherRoom:
+    """How much memory the gathering of single rows may take.
+
+    Attributes:
+        num_requests: requests of a step at most, and those that ended lately.
+        limit_bytes: of the rows of one number of layers.
+    """
+
+    num_requests: int
+    limit_bytes: int
+
+
 class Unpacker:
     """See the module. Subclasses say what becomes of rows, failures and endings; their methods run on its thread.
 
     Args:
         taps: layer ids of this worker.
         dtype: compute dtype of the rows.
+        gather: room in which single rows are gathered, or None to hand on each by itself.
     """
 
-    def __init__(self, taps: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, taps: tuple[int, ...], dtype: torch.dtype, gather: "GatherRoom | None" = None) -> None:
+        self._gather = gather
+        self._banks: dict[int, Bank] = {}
         self._taps = frozenset(taps)
         self._dtype = dtype
         self._running: dict[str, Running] = {}
@@ -103,7 +120,12 @@ class Unpacker:
 
     def finish(self, finish: Finish) -> None:
         """This worker has handed over all rows of the request."""
-        self._queue(lambda: self.end(self._running.pop(finish.request_id, None), finish))
+
+        def task() -> None:
+            self._emit_gathered(finish.request_id)
+            self.end(self._running.pop(finish.request_id, None), finish)
+
+        self._queue(task)
 
     def lose(self, request_ids: Iterable[str], reason: str) -> None:
         """The rows of these requests can't be had any more."""
@@ -138,7 +160,7 @@ class Unpacker:
         try:
             positions, input_ids = step.positions_and_ids()
             unwritten = step.unwritten()
-            for chunk in step.chunks:
+            for chunk in self._gather_singles(step, positions, input_ids, unwritten):
                 running = self._running.get(chunk.request_id)
                 if running is None or running.failure is not None:
                     continue
@@ -149,6 +171,70 @@ class Unpacker:
                     self._lose(chunk.request_id, describe(exc))
         finally:
             release.done()
+
+    def _gather_singles(
+        self,
+        step: Step,
+        positions: NDArray[np.int64],
+        input_ids: NDArray[np.int64],
+        unwritten: NDArray[np.bool_],
+    ) -> list[Chunk]:
+        """Put single rows into the banks; return the chunks that go their own way."""
+        if self._gather is None or unwritten.any():
+            return step.chunks
+        others: list[Chunk] = []
+        singles: dict[int, list[Chunk]] = {}
+        for chunk in step.chunks:
+            running = self._running.get(chunk.request_id)
+            if chunk.stop - chunk.first == 1 and running is not None and running.failure is None:
+                singles.setdefault(chunk.num_layers, []).append(chunk)
+            else:
+                others.append(chunk)
+        for num_layers, chunks in singles.items():
+            bank = self._bank(num_layers, step.cells.shape[1])
+            names = [chunk.request_id for chunk in chunks]
+            if not bank.has_room(names):
+                others += chunks
+                continue
+            rows = np.fromiter((chunk.first for chunk in chunks), np.int64, len(chunks))
+            cells = np.fromiter((chunk.cell for chunk in chunks), np.int64, len(chunks))
+            for gathered in bank.add(step.number, names, cells, positions[rows], input_ids[rows], step.cells):
+                self._emit(gathered)
+        for chunk in others:  # what came before goes on before
+            self._emit_gathered(chunk.request_id, keep=True)
+        return others
+
+    def _bank(self, num_layers: int, cell_bytes: int) -> Bank:
+        assert self._gather is not None
+        if num_layers not in self._banks:
+            room = self._gather
+            self._banks[num_layers] = Bank(room.num_requests, num_layers, cell_bytes, room.limit_bytes)
+        return self._banks[num_layers]
+
+    def _emit_gathered(self, request_id: str, *, keep: bool = False) -> None:
+        for bank in self._banks.values():
+            gathered = bank.take(request_id)
+            if gathered is not None:
+                self._emit(gathered)
+            if not keep:
+                bank.drop(request_id)
+
+    def _emit(self, gathered: Gathered) -> None:
+        running = self._running.get(gathered.request_id)
+        if running is None or running.failure is not None:
+            return
+        data = convert(gathered.data, self._dtype, running.order.spec.dtype)
+        for first, stop, slots in running.runs:
+            self.emit(
+                running,
+                Rows(
+                    step=gathered.step,
+                    start=gathered.start,
+                    input_ids=gathered.input_ids,
+                    slots=slots,
+                    data=data[:, first:stop],
+                ),
+            )
 
     def _take_chunk(
         self,
@@ -198,6 +284,7 @@ class Unpacker:
 
     def _fail_all(self) -> None:
         for request_id in list(self._running):
+            self._emit_gathered(request_id)
             self._lose(request_id, "the engine was closed before the request was finished")
         self._running.clear()
 

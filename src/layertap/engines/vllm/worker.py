@@ -20,7 +20,7 @@ from layertap.engines.vllm.residual import Rule, check_forms, decide, probe
 from layertap.engines.vllm.rowmap import Want
 from layertap.engines.vllm.stages import StageReceiver, StageSender, connect_stages
 from layertap.engines.vllm.tap import Tap
-from layertap.engines.vllm.unpack import Unpacker, want_of
+from layertap.engines.vllm.unpack import GatherRoom, Unpacker, want_of
 from layertap.errors import UnsupportedModelError
 from layertap.writing.recorder import Recorder, describe
 
@@ -82,6 +82,7 @@ def install(worker: Any, found: Configured) -> None:
     Raises:
         UnsupportedModelError, EngineError: vLLM stops at start with the reason.
     """
+    from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     config, runner = worker.vllm_config, worker.model_runner
@@ -91,7 +92,8 @@ def install(worker: Any, found: Configured) -> None:
     name = f"{config.model_config.model} ({type(model).__name__})"
     blocks = find_blocks(model, found.num_layers, config.compilation_config.static_forward_context)
     pp, tp = get_pp_group(), get_tp_group()
-    rule, hidden_argument = _decide(runner, model, blocks, found, name, pp)
+    with set_current_vllm_config(config):
+        rule, hidden_argument = _decide(runner, model, blocks, found, name, pp)
     engine_id = str(config.kv_transfer_config.engine_id)
     _installed.add(engine_id)
     if tp.rank_in_group != 0:  # the stream is the same on every rank
@@ -174,7 +176,10 @@ def _unpacker(config: Any, found: Configured, taps: tuple[int, ...], pp: Any, ru
             "replica": str(config.parallel_config.data_parallel_rank),
         },
     )
-    collector = Collector(recorder, taps, dtype, num_stages=pp.world_size)
+    gather = GatherRoom(
+        num_requests=2 * config.scheduler_config.max_num_seqs, limit_bytes=found.options.byte_budget() // 4
+    )
+    collector = Collector(recorder, taps, dtype, num_stages=pp.world_size, gather=gather)
     if address is not None:
         StageReceiver(address, collector, num_peers=pp.world_size - 1, limit_bytes=found.options.byte_budget())
     return collector
