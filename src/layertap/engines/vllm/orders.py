@@ -27,7 +27,7 @@ PREFILL_KEY = "layertap_prefill"
 """Put there by our own front end: only the prompt is wanted; the token that vLLM samples anyway is no part of the sequence."""
 
 PROMPTS_KEY = "layertap_prompts"
-"""Put there by our middleware: how many prompts the HTTP request has; the engine sees a request per prompt, with the same options."""
+"""Put there by our middleware: how many prompts the HTTP request has; one request per prompt reaches the engine."""
 
 _PLACE = re.compile(r".*-(\d+)-[0-9a-f]{8}|.*-(\d+)", re.DOTALL)  # vLLM's internal ids end in random digits
 _CHILD = re.compile(r"(\d+)_(.+)", re.DOTALL)
