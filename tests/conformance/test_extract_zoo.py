@@ -44,6 +44,7 @@ REFUSED = {
     "qwen4_exp_text": "keeps 4 residual streams",
     "cpmant": "don't belong to the tokens one to one",
     "prophetnet": "don't belong to the tokens one to one",
+    "evolla": "isn't a causal language model",
     "rwkv": "changes its own weights while it runs",
 } | {name: _ENCODER_DECODER for name, case in zoo.CASES.items() if case.kind == "encoder-decoder"}
 """Models that extraction refuses, each with the reason; every other case of the zoo has to be right."""

@@ -55,6 +55,12 @@ def test_a_window_that_could_not_be_tested_bounds_what_runs_together():
     assert routes.max_together == 50
 
 
+def test_windows_of_a_vision_tower_bound_nothing():
+    model = build("qwen2_5_vl")
+    assert model.config.vision_config.window_size
+    assert routes_of(model).max_together is None
+
+
 @pytest.mark.parametrize("name", ["llama-dynamic-ntk", "phi3-longrope"])
 def test_a_rotary_table_that_depends_on_the_length_bounds_what_runs_together(name):
     model = build(name)

@@ -192,19 +192,18 @@ def _model_class(
         if type(config) in auto._model_mapping:
             found = auto._model_mapping[type(config)]
             mapped += list(found) if isinstance(found, tuple | list) else [found]
-    causal = [cls for cls in mapped if cls.__name__ in architectures]
-    if not causal and not (config.is_encoder_decoder and not any("ForCausalLM" in name for name in architectures)):
-        named = (getattr(transformers, name, None) for name in architectures if name.endswith(_CAUSAL_ENDINGS))
-        causal = [cls for cls in named if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)]
-        causal += mapped
-    if causal:
-        return causal[0]
+    named = (getattr(transformers, name, None) for name in architectures if name.endswith(_CAUSAL_ENDINGS))
+    classes = [cls for cls in mapped if cls.__name__ in architectures]
+    classes += [cls for cls in named if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)]
+    classes += mapped
     what = f"model type {config.model_type!r} ({', '.join(architectures) or 'no architecture named'})"
-    if config.is_encoder_decoder:
+    if config.is_encoder_decoder and not any("ForCausalLM" in name for name in architectures):
         raise UnsupportedModelError(
             f"{path}: {what} is an encoder-decoder model; its decoder reads an encoder's output beside the prompt, which "
             "extraction doesn't have"
         )
+    if classes:
+        return classes[0]
     raise UnsupportedModelError(f"{path}: {what} isn't a causal language model of the installed transformers")
 
 

@@ -8,6 +8,7 @@ sequence leaking in.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -90,8 +91,9 @@ def _versions(model: nn.Module) -> list[int]:
 
 
 def _choose(model: nn.Module, layout: Layout, depth: int) -> Routes:
-    windows = _windows(model)
-    adapt = _shrink_windows if windows else None
+    windows = _windows(model, layout)
+    shrink = functools.partial(_shrink_windows, layout=layout)
+    adapt = shrink if windows else None
     layers = tuple(range(depth + 1))
     limit = length_limit(model)
     sequences = _sequences(model, limit)
@@ -209,14 +211,20 @@ def _window_fields(thing: Any) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _windows(model: nn.Module) -> list[int]:
-    things: list[Any] = [*configurations(model), *model.modules()]
+def _decoder_parts(model: nn.Module, layout: Layout) -> list[Any]:
+    """Modules and configurations of the text decoder; a vision tower has windows too, which have nothing to do with tokens."""
+    decoder = model.get_submodule(layout.found.decoder_path)
+    config: Any = model.config
+    return [config, config.get_text_config(decoder=True), *configurations(decoder), *decoder.modules()]
+
+
+def _windows(model: nn.Module, layout: Layout) -> list[int]:
+    things = _decoder_parts(model, layout)
     return [value for thing in things for value in _window_fields(thing).values()]
 
 
-def _shrink_windows(view: nn.Module) -> None:
-    things: list[Any] = [*configurations(view), *view.modules()]
-    for thing in things:
+def _shrink_windows(view: nn.Module, layout: Layout) -> None:
+    for thing in _decoder_parts(view, layout):
         for name in _window_fields(thing):
             setattr(thing, name, _WINDOW)
 
