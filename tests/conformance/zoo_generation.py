@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import queue
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -213,32 +212,32 @@ def plain_tokens(model: Any, prompt: Sequence[int], attention: str) -> tuple[lis
     return found, ""
 
 
+HEAD = "| model | way | largest row error | tokens as `generate` | what the trial found |\n|---|---|---|---|---|"
+
+
+def line(outcome: Outcome) -> str:
+    """One line of the table."""
+    error = "" if outcome.error is None else f"{outcome.error:.0e}"
+    same = {True: "yes", False: "NO", None: outcome.note}[outcome.same_tokens]
+    cells = (outcome.name, outcome.way, error, same, outcome.reason)
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
 def table(outcomes: Iterable[Outcome]) -> str:
     """The outcomes as a Markdown table."""
-    lines = [
-        "| model | way | largest row error | tokens as `generate` | what the trial found |",
-        "|---|---|---|---|---|",
-    ]
-    for outcome in outcomes:
-        error = "" if outcome.error is None else f"{outcome.error:.0e}"
-        same = {True: "yes", False: "NO", None: outcome.note}[outcome.same_tokens]
-        reason = outcome.reason.replace("|", "\\|").replace("\n", " ")
-        lines.append(f"| {outcome.name} | {outcome.way} | {error} | {same.replace('|', ' ')} | {reason} |")
-    return "\n".join(lines)
+    return "\n".join([HEAD, *(line(outcome) for outcome in outcomes)])
 
 
 def main(names: list[str]) -> None:
-    """Print the table for these models, or for all."""
-    outcomes = []
+    """Print the table for these models, or for all, line by line."""
+    print(HEAD)
     for name in names or zoo.CASES:
-        begin = time.perf_counter()
         try:
-            outcomes.append(check(name))
+            outcome = check(name)
         except Exception as error:  # noqa: BLE001 - the table lists it
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            outcomes.append(Outcome(name=name, way="FAILED", reason=reason))
-        print(f"{time.perf_counter() - begin:5.1f} s  {outcomes[-1]}", file=sys.stderr, flush=True)
-    print(table(outcomes))
+            outcome = Outcome(name=name, way="FAILED", reason=reason)
+        print(line(outcome), flush=True)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ class Generator:
             self._shared.seed()
         else:
             self._shared.manual_seed(self._options.seed)
+        self._deciding = threading.Lock()
         self._verdict: Verdict | None = None
         self._stepper: Stepper | None = None
         self._running: dict[str, Running] = {}
@@ -93,10 +94,11 @@ class Generator:
     @property
     def verdict(self) -> Verdict:
         """How this model generates, and why; found out now if nothing was generated yet."""
-        if self._verdict is None:
-            self._verdict = find_way(self._bench, max_len=self._info.max_model_len)
-            logger.info("%s generates %s", self._info.model, self._verdict)
-        return self._verdict
+        with self._deciding:
+            if self._verdict is None:
+                self._verdict = find_way(self._bench, max_len=self._info.max_model_len)
+                logger.info("%s generates %s", self._info.model, self._verdict)
+            return self._verdict
 
     def submit(self, job: GenerateJob) -> None:
         """Queue a job; blocks while `max_waiting` jobs wait. Failures come as its last Delta.

@@ -75,6 +75,9 @@ class _Group:
 
     def fill(self, hidden_TH: Tensor, layer: int) -> None:
         rows = self._rows(hidden_TH)
+        expected = sum(chunk.count for chunk in self.chunks)
+        if rows.shape[0] != expected:
+            raise EngineError(f"{expected} rows were expected in a forward of {hidden_TH.shape[0]} tokens")
         if self.buffer is None:
             shape = (rows.shape[0], len(self.layers), hidden_TH.shape[1])
             self.buffer = torch.empty(shape, dtype=self.dtype, device=rows.device)
