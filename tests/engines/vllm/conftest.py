@@ -5,7 +5,14 @@ import importlib.util
 import pytest
 
 # Plain logic, without vLLM.
-_WITHOUT_VLLM = {"test_arena.py", "test_rowmap.py", "test_orders.py", "test_unpack.py", "test_residual.py"}
+_WITHOUT_VLLM = {
+    "test_arena.py",
+    "test_bank.py",
+    "test_rowmap.py",
+    "test_orders.py",
+    "test_unpack.py",
+    "test_residual.py",
+}
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore = ["test_requests.py", "test_engine.py", "test_speculation.py", "test_plugin.py", "test_parallel.py"]
