@@ -240,6 +240,20 @@ class Frontend:
         with self._lock:
             return sum(request.params.n for request in self._running.values())
 
+    @property
+    def default_layers(self) -> tuple[int, ...]:
+        """The layers that are taken where a request names none; empty if there are none."""
+        return () if self._layers is None else resolve_layers(self._layers, self.info.num_layers)
+
+    @property
+    def num_running_tokens(self) -> int:
+        """Tokens of what runs: prompts, and what was generated so far."""
+        with self._lock:
+            outputs = [request.output for request in self._running.values()]
+        return sum(
+            len(output.prompt_token_ids) + sum(len(choice.token_ids) for choice in output.outputs) for output in outputs
+        )
+
     def _forget(self, request: "Request") -> None:
         with self._lock:
             self._running.pop(request.output.request_id, None)

@@ -20,6 +20,7 @@ from layertap.serving.error_handlers import add_error_handlers
 from layertap.serving.file_routes import file_routes
 from layertap.serving.gate import CLIENT_CLOSED, Gate
 from layertap.serving.identity import Caller, new_id
+from layertap.serving.page import page_routes
 from layertap.serving.sampling import chat_params, completion_params
 from layertap.serving.schemas import ChatBody, CompletionBody
 from layertap.serving.session import Session, open_session
@@ -44,6 +45,7 @@ def build_app(front: Frontend, settings: ServerSettings | None = None) -> tuple[
     app.state.server = state
     add_error_handlers(app)
     _add_routes(app, state)
+    app.include_router(page_routes(state))
     app.include_router(file_routes(state.desk, allow_delete=state.settings.allow_delete))
     return Gate(app, state.keys, state.settings.max_body_bytes, state.metrics), state
 

@@ -33,6 +33,7 @@ class Metrics:
     def __init__(self, front: Frontend, book: Book) -> None:
         self._front = front
         self._book = book
+        self._num_tokens = 0
         self.registry = CollectorRegistry()
         self._answers = Counter(
             "layertap_requests", "HTTP requests, by route and status.", ("route", "status"), registry=self.registry
@@ -70,6 +71,11 @@ class Metrics:
         """Count tokens of a request that ended."""
         self._tokens.labels("prompt").inc(prompt_tokens)
         self._tokens.labels("generated").inc(generated_tokens)
+        self._num_tokens += prompt_tokens + generated_tokens
+
+    def num_tokens(self) -> int:
+        """Tokens so far, those of running requests too."""
+        return self._num_tokens + self._front.num_running_tokens
 
     def reaped(self, why: str, num_files: int, num_bytes: int) -> None:
         """Count what was removed."""

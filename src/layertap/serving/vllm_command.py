@@ -50,7 +50,7 @@ def vllm_command(options: ServeOptions, more: Sequence[str] = ()) -> tuple[list[
         layers = layers if named is None else named
         speculative = None
     config, asked = _kv_transfer_config(options, layers)
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", options.model]
+    command = [sys.executable, "-m", "layertap.serving.vllm_main", "serve", options.model]
     command += ["--host", options.host, "--port", str(options.port)]
     command += ["--kv-transfer-config", json.dumps(config), "--middleware", MIDDLEWARE]
     if speculative is not None:
