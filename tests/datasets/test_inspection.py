@@ -28,6 +28,7 @@ def test_norms_and_similarities_are_those_of_torch():
 def test_the_massive_activation_is_found_where_it_was_put():
     rows = np.random.default_rng(0).standard_normal((20, 3, 64)).astype(np.float32)
     rows[7, 2, 33] = -900
+    rows[7, 1, 33] = -500
     rows[0, 1, 5] = 300
     first, second, third = peaks(rows, 3)
     assert (first.token, first.slot, first.dimension, first.value) == (7, 2, 33, -900)
@@ -60,6 +61,7 @@ def test_tokens_are_spelled_only_where_a_tokenizer_is_at_hand(tmp_path):
     ids = tokenizer("the sea")["input_ids"]
     assert "".join(token_texts(ids, None, str(tmp_path), None)) == "the sea"
     assert "".join(token_texts(ids, str(tmp_path), "org/tiny", None)) == "the sea"
+    assert token_texts(tokenizer("\u6d77")["input_ids"][:1], str(tmp_path), "", None)[0].startswith("#")
     assert token_texts(ids, None, "org/no-such-model-here", None) is None
     assert token_texts(ids, None, str(tmp_path / "nothing" / "here"), None) is None
 

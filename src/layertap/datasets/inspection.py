@@ -133,17 +133,20 @@ def similarities(rows: Floats) -> Floats:
 
 
 def peaks(rows: Floats, count: int) -> list[Peak]:
-    """Find the largest values, one per token and layer, largest over the layer's median first."""
+    """Find the values that stand out most of their layer; of one token's dimension, only where it does so most."""
     sizes = np.abs(rows)
     medians = np.maximum(np.median(sizes, axis=(0, 2)), np.finfo(np.float32).tiny)
     dimensions = sizes.argmax(axis=2)
     ratios = sizes.max(axis=2) / medians
-    found = []
-    for flat in np.argsort(ratios, axis=None)[::-1][:count].tolist():
+    found: dict[tuple[int, int], Peak] = {}
+    for flat in np.argsort(ratios, axis=None)[::-1].tolist():
+        if len(found) == count:
+            break
         token, slot = divmod(flat, rows.shape[1])
         dimension = int(dimensions[token, slot])
-        found.append(Peak(token, slot, dimension, float(rows[token, slot, dimension]), float(ratios[token, slot])))
-    return found
+        peak = Peak(token, slot, dimension, float(rows[token, slot, dimension]), float(ratios[token, slot]))
+        found.setdefault((token, dimension), peak)
+    return list(found.values())
 
 
 def token_texts(token_ids: Sequence[int], tokenizer: str | None, model: str, revision: str | None) -> list[str] | None:
@@ -157,7 +160,7 @@ def token_texts(token_ids: Sequence[int], tokenizer: str | None, model: str, rev
     """
     if tokenizer is not None:
         loaded = _load_tokenizer(tokenizer)
-        return [str(loaded.decode([token])) for token in token_ids]
+        return [_spelled(token, str(loaded.decode([token]))) for token in token_ids]
     rules = Path(model) / "tokenizer.json"
     if not rules.is_file():
         from huggingface_hub import try_to_load_from_cache
@@ -173,7 +176,12 @@ def token_texts(token_ids: Sequence[int], tokenizer: str | None, model: str, rev
     from tokenizers import Tokenizer
 
     fast = Tokenizer.from_file(str(rules))
-    return [fast.decode([token], skip_special_tokens=False) for token in token_ids]
+    return [_spelled(token, fast.decode([token], skip_special_tokens=False)) for token in token_ids]
+
+
+def _spelled(token: int, text: str) -> str:
+    # a token that is only some bytes of a character has no text
+    return f"#{token}" if "\ufffd" in text else text
 
 
 def _load_tokenizer(name: str) -> Any:
