@@ -5,6 +5,7 @@ waits for them, so a reader never learns a path before its lock is held.
 """
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from pathlib import Path
@@ -32,6 +33,7 @@ class Collector(Unpacker):
         dtype: compute dtype of the rows.
         num_stages: pipeline stages that deliver rows; a capture is finished when all have.
         gather: see Unpacker; only with one stage, since the parts of a row must carry the same step.
+        on_admitted: called when a reservation was made, or refused.
     """
 
     def __init__(
@@ -41,7 +43,9 @@ class Collector(Unpacker):
         dtype: torch.dtype,
         num_stages: int = 1,
         gather: GatherRoom | None = None,
+        on_admitted: "Callable[[Future[Capture]], None] | None" = None,
     ) -> None:
+        self._on_admitted = on_admitted
         self.recorder = recorder
         self._num_stages = num_stages
         self._captures: dict[str, Future[Capture]] = {}
@@ -54,6 +58,8 @@ class Collector(Unpacker):
     def order(self, order: Order) -> None:
         """Begin a capture; its reservation runs beside the forward."""
         capture = self._admissions.submit(self._admit, order)
+        if self._on_admitted is not None:
+            capture.add_done_callback(self._on_admitted)
         self._fresh.append(capture)
         self._queue(lambda: self._captures.__setitem__(order.request_id, capture))
         super().order(order)

@@ -21,6 +21,7 @@ from layertap.engines.vllm.arena import Ring, Span
 from layertap.engines.vllm.compat import Layout
 from layertap.engines.vllm.residual import Rule
 from layertap.engines.vllm.rowmap import SKIP, Chunk, PlanTable, Want, fill, lay_out
+from layertap.engines.vllm.shared import SharedCells
 
 _STAGING_BUFFERS = 4
 _MARK_BYTES = 8
@@ -35,6 +36,7 @@ class Step:
         chunks: what belongs to whom; tokens count from the batch's first row.
         cells: uint8 [cells, bytes of a row]: valid after `wait`.
         release: gives the host memory back; to be called once.
+        first_cell: of the step, in the host ring.
     """
 
     number: int
@@ -42,6 +44,7 @@ class Step:
     cells: NDArray[np.uint8]
     release: Callable[[], None]
     _positions_and_ids: torch.Tensor
+    first_cell: int
     _copied: Any = None
 
     def wait(self) -> None:
@@ -121,7 +124,7 @@ class Tap:
         self._plan_ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._table = torch.full((max_plans, max(len(taps), 1)), SKIP, dtype=torch.int32, device=device)
         self._control = torch.zeros(2, dtype=torch.int64, device=device)
-        on_device = device.type != "cpu"
+        self.on_device = on_device = device.type != "cpu"
         self._staging = [
             torch.empty((2, max_rows), dtype=torch.int32, pin_memory=on_device) for _ in range(_STAGING_BUFFERS)
         ]
@@ -134,8 +137,11 @@ class Tap:
         host_cells = max(
             self.step_cells, _power_of_two(min(4 * self.step_cells * self.cell_bytes, host_bytes)) // self.cell_bytes
         )
-        self._host = torch.empty((host_cells, hidden_size), dtype=dtype, pin_memory=on_device)
-        self._host_bytes: NDArray[np.uint8] = self._host.view(torch.uint8).numpy().reshape(host_cells, self.cell_bytes)
+        self.cells = SharedCells(host_cells, self.cell_bytes)
+        if on_device:
+            self.cells.pin()
+        self._host = self.cells.tensor(dtype)
+        self._host_bytes = self.cells.array
         self.host_ring = Ring(host_cells)
         self._arena_ring = self.host_ring
         self._device_side: _DeviceSide | None = None
@@ -228,6 +234,7 @@ class Tap:
                 self._host_bytes[span.start : span.stop],
                 lambda: self.host_ring.give_back(span),
                 current.positions_and_ids,
+                span.start,
             )
         return self._copy_to_host(number, current, self._device_side)
 
@@ -237,6 +244,7 @@ class Tap:
         self._arena_ring.close()
         if self._device_side is None:
             ops.forget_cpu_arena(self._host)
+        self.cells.unpin()
 
     def _copy_to_host(self, number: int, current: _Current, side: _DeviceSide) -> Step:
         assert side.arena is not None
@@ -264,6 +272,7 @@ class Tap:
             self._host_bytes[span.start : span.stop],
             lambda: self.host_ring.give_back(host_span),
             facts,
+            span.start,
             copied,
         )
 

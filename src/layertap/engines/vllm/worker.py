@@ -6,6 +6,7 @@ No hook here may raise into the engine once it serves: what goes wrong is logged
 import atexit
 import functools
 import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,15 +17,20 @@ from layertap.engines.vllm.collector import Collector
 from layertap.engines.vllm.configured import Configured, configured
 from layertap.engines.vllm.layers import Blocks, find_blocks
 from layertap.engines.vllm.messages import Finish, Order
+from layertap.engines.vllm.remote import RemoteCollector
 from layertap.engines.vllm.residual import Rule, check_forms, decide, probe
 from layertap.engines.vllm.rowmap import Want
 from layertap.engines.vllm.stages import StageReceiver, StageSender, connect_stages
 from layertap.engines.vllm.tap import Tap
 from layertap.engines.vllm.unpack import GatherRoom, Unpacker, want_of
-from layertap.errors import UnsupportedModelError
+from layertap.engines.vllm.writer import WriterSetup, counts_of
+from layertap.errors import EngineError, UnsupportedModelError
 from layertap.writing.recorder import Recorder, describe
 
 logger = logging.getLogger(__name__)
+
+WRITER_ENV = "LAYERTAP_VLLM_WRITER"
+"""Where rows are hashed and written: "process", "thread" (of the engine's process), or "auto": a process where there is a GPU."""
 
 _PROBE_TOKENS = 8
 _ADMISSION_SECONDS = 1.0
@@ -110,7 +116,7 @@ def install(worker: Any, found: Configured) -> None:
     )
     tap.install(blocks.local, rule, hidden_argument)
     _place_arena(tap, config, runner.device)
-    unpacker = _unpacker(config, found, taps, pp, rule)
+    unpacker = _unpacker(config, found, tap, pp)
     slack = 0
     if config.speculative_config is not None:
         slack = 2 * (int(config.speculative_config.num_speculative_tokens or 0) + 1)
@@ -156,14 +162,17 @@ def _place_arena(tap: Tap, config: Any, device: torch.device) -> None:
         tap.reserve_arena()
 
 
-def _unpacker(config: Any, found: Configured, taps: tuple[int, ...], pp: Any, rule: Rule) -> Unpacker:
+def _unpacker(config: Any, found: Configured, tap: Tap, pp: Any) -> Unpacker | RemoteCollector:
     dtype = config.model_config.dtype
     address = connect_stages(pp) if pp.world_size > 1 else None
     if address is not None and not pp.is_first_rank:
-        return StageSender(address, taps, dtype)
+        return StageSender(address, tap.taps, dtype)
     model = config.model_config
-    recorder = Recorder(
-        found.options,
+    gather = GatherRoom(
+        num_requests=2 * config.scheduler_config.max_num_seqs, limit_bytes=found.options.byte_budget() // 4
+    )
+    setup = WriterSetup(
+        options=found.options,
         model=str(model.model),
         num_layers=found.num_layers,
         facts={
@@ -175,20 +184,33 @@ def _unpacker(config: Any, found: Configured, taps: tuple[int, ...], pp: Any, ru
             "residual": "single stream",
             "replica": str(config.parallel_config.data_parallel_rank),
         },
+        taps=tap.taps,
+        dtype=compat.dtype_name(dtype),
+        num_cells=tap.host_ring.capacity,
+        cell_bytes=tap.cell_bytes,
+        gather=gather,
     )
-    gather = GatherRoom(
-        num_requests=2 * config.scheduler_config.max_num_seqs, limit_bytes=found.options.byte_budget() // 4
-    )
-    collector = Collector(recorder, taps, dtype, num_stages=pp.world_size, gather=gather)
+    if address is None and _wants_process(tap):
+        return RemoteCollector(setup, tap.cells)
+    recorder = Recorder(setup.options, model=setup.model, num_layers=setup.num_layers, facts=setup.facts)
+    collector = Collector(recorder, tap.taps, dtype, num_stages=pp.world_size, gather=gather)
     if address is not None:
         StageReceiver(address, collector, num_peers=pp.world_size - 1, limit_bytes=found.options.byte_budget())
     return collector
 
 
+def _wants_process(tap: Tap) -> bool:
+    """A writer process keeps Python's lock free for vLLM's loop; on the CPU the loop isn't what is short."""
+    asked = os.environ.get(WRITER_ENV, "auto")
+    if asked not in {"auto", "process", "thread"}:
+        raise EngineError(f"{WRITER_ENV}: expected 'auto', 'process' or 'thread', got {asked!r}")
+    return asked == "process" or (asked == "auto" and tap.on_device)
+
+
 class WorkerTap:
     """Runs the tap around the steps of one runner."""
 
-    def __init__(self, tap: Tap, unpacker: Unpacker, taps: tuple[int, ...], slack: int) -> None:
+    def __init__(self, tap: Tap, unpacker: Unpacker | RemoteCollector, taps: tuple[int, ...], slack: int) -> None:
         self.tap = tap
         self.unpacker = unpacker
         self._taps = taps
@@ -215,18 +237,13 @@ class WorkerTap:
 
     def counts(self) -> dict[str, float] | None:
         """For metrics; None on pipeline stages that don't publish."""
-        if not isinstance(self.unpacker, Collector):
+        if isinstance(self.unpacker, RemoteCollector):
+            counts = self.unpacker.counts()
+        elif isinstance(self.unpacker, Collector):
+            counts = counts_of(self.unpacker.recorder)
+        else:
             return None
-        recorder = self.unpacker.recorder
-        return {
-            "rows": recorder.counts.rows,
-            "bytes": recorder.counts.num_bytes,
-            "files": recorder.counts.published,
-            "failures": recorder.counts.failed,
-            "device_bytes": self.tap.counts.bytes_copied,
-            "waited_seconds": recorder.budget.waited_seconds,
-            "in_flight_bytes": recorder.budget.in_flight_bytes,
-        }
+        return {**counts, "device_bytes": self.tap.counts.bytes_copied}
 
     def close(self) -> None:
         """Publish what is finished, fail what isn't. Never raises."""

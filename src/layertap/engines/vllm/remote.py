@@ -1,0 +1,171 @@
+"""The engine's side of the writer process: a thread that waits for copies and sends, and one that takes room back.
+
+What the engine's own thread does here is to put things into a queue.
+"""
+
+import logging
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from layertap.engines.vllm.messages import Finish, Order
+from layertap.engines.vllm.shared import SharedCells
+from layertap.engines.vllm.tap import Step
+from layertap.engines.vllm.writer import WriterSetup
+from layertap.files.publish import write_error
+from layertap.writing.recorder import describe
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_SECONDS = 120.0
+_DIED = "the writer process of the engine died"
+
+
+class RemoteCollector:
+    """Takes orders, steps and endings as a Collector does, for a process of its own."""
+
+    def __init__(self, setup: WriterSetup, ring: SharedCells) -> None:
+        mine, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "layertap.engines.vllm.writer", str(theirs.fileno()), str(ring.fd)],
+            pass_fds=(theirs.fileno(), ring.fd),
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        )
+        theirs.close()
+        self._connection = Connection(mine.detach())
+        self._connection.send(setup)
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._state = threading.Condition()
+        self._num_ordered = self._num_admitted = 0
+        self._dead = False
+        self._running: dict[str, Order] = {}
+        self._held: dict[int, Step] = {}
+        self._next_key = 0
+        self._counts: dict[str, float] = {}
+        self._sender = threading.Thread(target=self._send_all, name="layertap-sender", daemon=True)
+        self._receiver = threading.Thread(target=self._receive_all, name="layertap-receiver", daemon=True)
+        self._sender.start()
+        self._receiver.start()
+
+    def order(self, order: Order) -> None:
+        """Begin a capture."""
+        with self._state:
+            dead = self._dead
+            if not dead:
+                self._running[order.request_id] = order
+                self._num_ordered += 1
+        if dead:
+            _tell_reader(order)
+        self._outbox.put(("order", order))
+
+    def wait_for_admissions(self, timeout_seconds: float) -> None:
+        """Wait until the locks of new captures are held."""
+        with self._state:
+            self._state.wait_for(lambda: self._dead or self._num_admitted >= self._num_ordered, timeout_seconds)
+
+    def step(self, step: Step) -> None:
+        """Hand over a step's rows."""
+        self._outbox.put(("step", step))
+
+    def finish(self, finish: Finish) -> None:
+        """All rows of the request were handed over."""
+        with self._state:
+            self._running.pop(finish.request_id, None)
+        self._outbox.put(("finish", finish))
+
+    def lose(self, request_ids: Iterable[str], reason: str) -> None:
+        """The rows of these requests can't be had any more."""
+        self._outbox.put(("lose", (list(request_ids), reason)))
+
+    def counts(self) -> dict[str, float]:
+        """What the writer reported last."""
+        with self._state:
+            return dict(self._counts)
+
+    def close(self) -> None:
+        """Let the writer publish what is finished and fail the rest. Idempotent."""
+        self._outbox.put(None)
+        self._sender.join(_CLOSE_SECONDS)
+        try:
+            self._process.wait(_CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            logger.warning("layertap: the writer process still writes; it ends by itself")
+
+    def _send_all(self) -> None:
+        while (message := self._outbox.get()) is not None:
+            kind, content = message
+            try:
+                if kind == "step":
+                    self._send_step(content)
+                elif not self._dead:
+                    self._connection.send((kind, content))
+            except OSError as exc:
+                self._died(exc)
+            except Exception:  # the thread serves every request
+                logger.exception("layertap: a step's rows could not be sent to the writer")
+        # only this direction: the writer still has to say which room is free
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+            try:
+                end.shutdown(socket.SHUT_WR)
+            except OSError as exc:
+                logger.debug("layertap: the writer is gone: %s", exc)
+
+    def _send_step(self, step: Step) -> None:
+        step.wait()
+        with self._state:
+            if self._dead:
+                step.release()
+                return
+            key, self._next_key = self._next_key, self._next_key + 1
+            self._held[key] = step
+        chunks = [(c.request_id, c.first, c.stop, c.cell, c.num_layers, c.plan) for c in step.chunks]
+        facts = np.ascontiguousarray(step.positions_and_ids())
+        self._connection.send(
+            ("step", (key, step.number, chunks, step.first_cell, step.first_cell + len(step.cells), facts))
+        )
+
+    def _receive_all(self) -> None:
+        try:
+            while True:
+                kind, content = self._connection.recv()
+                with self._state:
+                    if kind == "admitted":
+                        self._num_admitted += 1
+                        self._state.notify_all()
+                        continue
+                    key, self._counts = content
+                    step = self._held.pop(key)
+                step.release()
+        except (EOFError, OSError) as exc:
+            self._died(exc)
+
+    def _died(self, exc: BaseException) -> None:
+        with self._state:
+            if self._dead:
+                return
+            self._dead = True
+            running, self._running = list(self._running.values()), {}
+            held, self._held = list(self._held.values()), {}
+            self._state.notify_all()
+        for step in held:
+            step.release()
+        if running:
+            logger.error("layertap: %s (%s); %d requests lose their hidden states", _DIED, exc, len(running))
+        for order in running:
+            _tell_reader(order)
+
+
+def _tell_reader(order: Order) -> None:
+    try:
+        write_error(Path(order.path), _DIED, order.public_id)
+    except OSError as exc:
+        logger.warning("layertap: request %s: the reason can't be put on record: %s", order.public_id, describe(exc))

@@ -1,0 +1,52 @@
+"""The host ring's memory: anonymous, shared with the writer process by its descriptor, pinned where there is a GPU."""
+
+import logging
+import mmap
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+logger = logging.getLogger(__name__)
+
+
+class SharedCells:
+    """`num_cells` cells of `cell_bytes` bytes.
+
+    Args:
+        num_cells: of the ring.
+        cell_bytes: bytes of one row of one layer.
+        fd: an existing descriptor (in the writer process), or None to make the memory.
+    """
+
+    def __init__(self, num_cells: int, cell_bytes: int, fd: int | None = None) -> None:
+        size = max(1, num_cells * cell_bytes)
+        self.fd = os.memfd_create("layertap-ring") if fd is None else fd
+        if fd is None:
+            os.ftruncate(self.fd, size)
+        self._map = mmap.mmap(self.fd, size)
+        self.array: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8).reshape(num_cells, cell_bytes)
+        self._pinned = False
+
+    def tensor(self, dtype: torch.dtype) -> torch.Tensor:
+        """The cells as a tensor [cells, hidden]."""
+        return torch.from_numpy(self.array).view(dtype)
+
+    def pin(self) -> None:
+        """Let the GPU copy into it without a bounce buffer."""
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        error = cudart.cudaHostRegister(self.array.ctypes.data, self.array.nbytes, 0)
+        self._pinned = int(error) == 0
+        if not self._pinned:
+            logger.warning(
+                "layertap: %d bytes can't be pinned (%s); copies from the GPU will be slower", self.array.nbytes, error
+            )
+
+    def unpin(self) -> None:
+        """Undo `pin`."""
+        if self._pinned:
+            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            cudart.cudaHostUnregister(self.array.ctypes.data)
+            self._pinned = False

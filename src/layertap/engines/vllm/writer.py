@@ -1,0 +1,147 @@
+"""The writer process: takes steps from the engine's process and does everything behind the copy to the host.
+
+Hashing, assembling and publishing take the interpreter's lock, which vLLM's own loop needs; so they have their own interpreter.
+It ends when the engine closes the connection or dies: what was finished is published, the readers of what wasn't are told.
+
+Run by `remote` as `python -m layertap.engines.vllm.writer CONNECTION_FD RING_FD`.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+
+from layertap.capture.options import StoreOptions
+from layertap.engines.vllm.collector import Collector
+from layertap.engines.vllm.messages import Finish, Order
+from layertap.engines.vllm.rowmap import Chunk
+from layertap.engines.vllm.shared import SharedCells
+from layertap.engines.vllm.tap import Step
+from layertap.engines.vllm.unpack import GatherRoom
+from layertap.writing.recorder import Capture, Recorder
+
+logger = logging.getLogger(__name__)
+
+_TORCH_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterSetup:
+    """What the writer process has to know.
+
+    Attributes:
+        options: the store's options.
+        model, num_layers, facts: as of Recorder.
+        taps: layer ids of the worker.
+        dtype: compute dtype, by name.
+        num_cells, cell_bytes: of the ring.
+        gather: see Unpacker.
+    """
+
+    options: StoreOptions
+    model: str
+    num_layers: int
+    facts: dict[str, str]
+    taps: tuple[int, ...]
+    dtype: str
+    num_cells: int
+    cell_bytes: int
+    gather: GatherRoom
+
+
+def counts_of(recorder: Recorder) -> dict[str, float]:
+    """The recorder's numbers, by the names of `metrics`."""
+    return {
+        "rows": recorder.counts.rows,
+        "bytes": recorder.counts.num_bytes,
+        "files": recorder.counts.published,
+        "failures": recorder.counts.failed,
+        "waited_seconds": recorder.budget.waited_seconds,
+        "in_flight_bytes": recorder.budget.in_flight_bytes,
+    }
+
+
+class Writer:
+    """Serves one connection."""
+
+    def __init__(self, connection: Connection, ring_fd: int) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        setup: WriterSetup = connection.recv()
+        self._ring = SharedCells(setup.num_cells, setup.cell_bytes, ring_fd)
+        self._recorder = Recorder(setup.options, model=setup.model, num_layers=setup.num_layers, facts=setup.facts)
+        self._collector = Collector(
+            self._recorder,
+            setup.taps,
+            getattr(torch, setup.dtype),
+            gather=setup.gather,
+            on_admitted=self._admitted,
+        )
+
+    def serve(self) -> None:
+        """Until the engine's end of the connection is closed."""
+        try:
+            while True:
+                self._handle(*self._connection.recv())
+        except (EOFError, OSError):
+            pass
+        finally:
+            self._collector.close()
+
+    def _handle(self, kind: str, content: Any) -> None:
+        if kind == "step":
+            self._step(*content)
+        elif kind == "order":
+            order: Order = content
+            self._collector.order(order)
+        elif kind == "finish":
+            finish: Finish = content
+            self._collector.finish(finish)
+        elif kind == "lose":
+            self._collector.lose(*content)
+        else:
+            raise ValueError(f"unknown message {kind!r}")
+
+    def _step(self, key: int, number: int, chunks: list[tuple[Any, ...]], first: int, stop: int, facts: Any) -> None:
+        self._collector.step(
+            Step(
+                number,
+                [Chunk(*chunk) for chunk in chunks],
+                self._ring.array[first:stop],
+                lambda: self._send(("free", (key, counts_of(self._recorder)))),
+                torch.from_numpy(np.asarray(facts)),
+                first,
+            )
+        )
+
+    def _admitted(self, _capture: "Future[Capture]") -> None:
+        self._send(("admitted", None))
+
+    def _send(self, message: Any) -> None:
+        try:
+            with self._sending:
+                self._connection.send(message)
+        except OSError:  # the engine is gone; what it handed over is published all the same
+            logger.debug("layertap: the engine is gone")
+
+
+def main() -> None:
+    """See the module."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the engine's end of the connection decides
+        signal.signal(number, signal.SIG_IGN)
+    torch.set_num_threads(_TORCH_THREADS)
+    logging.basicConfig(level=logging.WARNING, format="layertap writer: %(message)s")
+    Writer(Connection(int(sys.argv[1])), int(sys.argv[2])).serve()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
