@@ -135,7 +135,7 @@ class HiddenStatesClient:
                     answer.read()
                     return answer
                 try:
-                    for chunk in answer.iter_raw(1 << 20):
+                    for chunk in answer.iter_bytes(1 << 20):
                         step.into.write(chunk)
                 except httpx.TransportError as exc:
                     answer.layertap_broken = exc  # type: ignore[attr-defined]

@@ -115,7 +115,7 @@ class AsyncHiddenStatesClient:
                     await answer.aread()
                     return answer
                 try:
-                    async for chunk in answer.aiter_raw(1 << 20):
+                    async for chunk in answer.aiter_bytes(1 << 20):
                         await asyncio.to_thread(step.into.write, chunk)
                 except httpx.TransportError as exc:
                     answer.layertap_broken = exc  # type: ignore[attr-defined]

