@@ -5,6 +5,8 @@
 - `VllmConfig.compute_hash`: a compile cache that was made without the tap, or with taps elsewhere, must not be used;
 - `Executor.get_class`, the first stop of a finished configuration: vLLM's documented `extract_hidden_states` configuration gives
   the layers and is then dropped, so that its dummy draft model isn't run;
+- `EngineCore.__init__`: with any connector vLLM hashes every prompt's blocks, even where prefix caching is off; ours has no use for
+  that;
 - `InputProcessor.process_inputs`: a bad option is refused in the front end, before anything is generated.
 
 Each checks at run time whether the engine at hand has the connector, so other engines of the same process are untouched. Child
@@ -34,6 +36,7 @@ def activate() -> None:
         _patch_worker()
         _patch_hash()
         _patch_executor()
+        _patch_core()
         _patch_front_end()
 
 
@@ -90,6 +93,24 @@ def _patch_executor() -> None:
         return original(vllm_config)
 
     Executor.get_class = staticmethod(get_class)
+
+
+def _patch_core() -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    from layertap.engines.vllm.plugin import CONNECTOR
+
+    original = EngineCore.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        config = self.vllm_config
+        connector = getattr(config.kv_transfer_config, "kv_connector", None)
+        if connector == CONNECTOR and not config.cache_config.enable_prefix_caching:
+            self.request_block_hasher = None
+
+    EngineCore.__init__ = init
 
 
 def _patch_front_end() -> None:

@@ -7,6 +7,7 @@ rank of its layer among the layers that the request asked for, or -1. So the are
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +30,7 @@ class Want:
     num_layers: int
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):  # a step makes hundreds
     """Consecutive rows of one request in a batch: tokens first .. stop - 1 of the batch, cells from `cell` of the step's span."""
 
     request_id: str
@@ -97,7 +97,7 @@ def lay_out(
     Returns:
         The chunks and the number of cells they take.
     """
-    found = list(_wanted(request_ids, query_starts, computed, wants, slack))
+    found = list(_wanted(request_ids, np.asarray(query_starts).tolist(), np.asarray(computed).tolist(), wants, slack))
     rows = plans.rows_for([want.ranks for _, _, _, want in found])
     chunks, cell = [], 0
     for (request_id, first, stop, want), plan in zip(found, rows, strict=True):
@@ -107,18 +107,14 @@ def lay_out(
 
 
 def _wanted(
-    request_ids: Sequence[str],
-    query_starts: Sequence[int] | NDArray[np.integer],
-    computed: Sequence[int] | NDArray[np.integer],
-    wants: Mapping[str, Want],
-    slack: int = 0,
+    request_ids: Sequence[str], starts: list[int], computed: list[int], wants: Mapping[str, Want], slack: int
 ) -> Iterator[tuple[str, int, int, Want]]:
     for i, request_id in enumerate(request_ids):
         want = wants.get(request_id)
         if want is None or not want.num_layers:
             continue
-        begin, end = int(query_starts[i]), int(query_starts[i + 1])
-        first, stop = wanted_rows(int(computed[i]), end - begin, slack, want.candidates)
+        begin = starts[i]
+        first, stop = wanted_rows(computed[i], starts[i + 1] - begin, slack, want.candidates)
         if first < stop:
             yield request_id, begin + first, begin + stop, want
 
@@ -128,8 +124,13 @@ def fill(
 ) -> None:
     """Write the map of a step into `destinations[:num_rows]` and `plans[:num_rows]`; rows that aren't captured are skipped."""
     destinations[:num_rows] = SKIP
-    for chunk in chunks:
-        base = first_cell + chunk.cell
-        rows = chunk.stop - chunk.first
-        destinations[chunk.first : chunk.stop] = np.arange(base, base + rows * chunk.num_layers, chunk.num_layers)
-        plans[chunk.first : chunk.stop] = chunk.plan
+    if not chunks:
+        return
+    table = np.array(
+        [(chunk.first, chunk.stop - chunk.first, chunk.cell, chunk.num_layers, chunk.plan) for chunk in chunks]
+    )
+    firsts, counts, cells, layers, rows = table.T
+    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    tokens = np.repeat(firsts, counts) + within
+    destinations[tokens] = first_cell + np.repeat(cells, counts) + within * np.repeat(layers, counts)
+    plans[tokens] = np.repeat(rows, counts)
