@@ -9,6 +9,8 @@ import typer
 from layertap.cli.reporting import errors_explained, parse_bytes, quiet_libraries
 
 _MODEL, _STORE, _HTTP, _VLLM = "Model and engine", "Hidden states", "HTTP", "vLLM's documented flags"
+_NEEDLESS = ("--no-enable-chunked-prefill", "--enable-chunked-prefill")
+"""Part of vLLM's documented command; rows are the same either way here."""
 API_KEY_ENV = "LAYERTAP_API_KEY"
 
 
@@ -194,8 +196,8 @@ def serve(
             from layertap.serving.vllm_command import exec_vllm
 
             exec_vllm(options, list(context.args))
-        if context.args:
-            raise typer.BadParameter(f"no such option: {context.args[0]} (with --engine vllm it would go to vLLM)")
+        if unknown := [word for word in context.args if word not in _NEEDLESS]:
+            raise typer.BadParameter(f"no such option: {unknown[0]} (with --engine vllm it would go to vLLM)")
         from layertap.serving.launch import serve as run
 
         run(options)
