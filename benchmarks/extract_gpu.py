@@ -8,12 +8,13 @@ plain transformers on the same GPU before anything is timed. Readers delete file
 
 import argparse
 import json
+import multiprocessing
 import platform
 import shutil
 import statistics
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ import layertap
 from layertap.files.read import cleanup_hidden_states, read_file
 
 LAYERS = [2, 18, 33, 36]
+READERS: ProcessPoolExecutor  # clients are other processes
 
 
 def gemm_rate(num_tokens: int, rows: int, num_blocks: int = 36) -> float:
@@ -31,7 +33,15 @@ def gemm_rate(num_tokens: int, rows: int, num_blocks: int = 36) -> float:
     hidden, inner, kv = QWEN3_8B["hidden_size"], QWEN3_8B["intermediate_size"], 1024
     x = torch.randn(rows, hidden, dtype=torch.bfloat16, device="cuda")
     wide = torch.randn(rows, inner, dtype=torch.bfloat16, device="cuda")
-    shapes = [(hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden), (inner, hidden), (inner, hidden), (hidden, inner)]
+    shapes = [
+        (hidden, hidden),
+        (kv, hidden),
+        (kv, hidden),
+        (hidden, hidden),
+        (inner, hidden),
+        (inner, hidden),
+        (hidden, inner),
+    ]
     weights = [[torch.randn(*shape, dtype=torch.bfloat16, device="cuda") * 0.02 for shape in shapes] for _ in range(4)]
 
     def step(block: int) -> None:
@@ -62,18 +72,22 @@ def run(llm: layertap.LLM, work: list[list[int]], layers, store: Path | None) ->
     torch.cuda.synchronize()
     began = time.perf_counter()
     num_bytes = 0
-    with ThreadPoolExecutor(8) as readers:
-        futures = []
-        for sample in llm.extract(work, layers=layers, storage=store):
-            if store is not None:
-                futures.append(readers.submit(read_and_delete, sample.path, len(work[sample.index])))
-            else:
-                num_bytes += sample.result.rows.nbytes
-        handed = time.perf_counter() - began
-        num_bytes += sum(future.result() for future in futures)
+    futures = []
+    for sample in llm.extract(work, layers=layers, storage=store):
+        if store is not None:
+            futures.append(READERS.submit(read_and_delete, sample.path, len(work[sample.index])))
+        else:
+            num_bytes += sample.result.rows.nbytes
+    handed = time.perf_counter() - began
+    num_bytes += sum(future.result() for future in futures)
     seconds = time.perf_counter() - began
     tokens = sum(len(ids) for ids in work)
-    return {"tok_s": tokens / seconds, "tok_s_published": tokens / handed, "seconds": seconds, "GB_s": num_bytes / seconds / 1e9}
+    return {
+        "tok_s": tokens / seconds,
+        "tok_s_published": tokens / handed,
+        "seconds": seconds,
+        "GB_s": num_bytes / seconds / 1e9,
+    }
 
 
 def check(llm: layertap.LLM, folder: Path) -> float:
@@ -88,7 +102,9 @@ def check(llm: layertap.LLM, folder: Path) -> float:
     for target in (plain, exact):
         for ids in work:
             with torch.no_grad():
-                states = model(torch.tensor([ids], device="cuda"), output_hidden_states=True, use_cache=False).hidden_states
+                states = model(
+                    torch.tensor([ids], device="cuda"), output_hidden_states=True, use_cache=False
+                ).hidden_states
             rows = [states[layer][0] for layer in LAYERS[:-1]] + [last["rows"][0]]
             target.append(torch.stack(rows, 1).float().cpu())
         model = model.float()
@@ -96,7 +112,10 @@ def check(llm: layertap.LLM, folder: Path) -> float:
         scale = oracle.norm(dim=-1)
         worst = max(worst, float(((mine[index] - oracle).norm(dim=-1) / scale).max()))
         worst_plain = max(worst_plain, float(((ours_bf16 - oracle).norm(dim=-1) / scale).max()))
-    print(f"largest row error against float32: ours {worst:.2e}, plain transformers in bfloat16 {worst_plain:.2e}", flush=True)
+    print(
+        f"largest row error against float32: ours {worst:.2e}, plain transformers in bfloat16 {worst_plain:.2e}",
+        flush=True,
+    )
     assert worst < max(3e-2, 1.3 * worst_plain), "rows differ from the oracle's"
     del model
     torch.cuda.empty_cache()
@@ -123,6 +142,9 @@ def warm_memory(store: Path, num_bytes: int = 20 << 30) -> None:
 
 
 def main() -> None:
+    global READERS
+    READERS = ProcessPoolExecutor(8, mp_context=multiprocessing.get_context("fork"))
+    list(READERS.map(int, range(64)))  # fork before CUDA is set up
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="mixed,early,all,long")
     parser.add_argument("--model", type=Path, default=Path("/dev/shm/layertap-bench-model"))

@@ -25,8 +25,12 @@ def folder(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("docs")
     for name, case in MODELS.items():
+        saved = zoo.save(case, folder / "zoo")
+        config = zoo.config(case)
+        config.num_hidden_layers, config.layer_types = 8, None  # deep enough for the presets
+        zoo.model_class(case)(type(config).from_dict(config.to_dict())).save_pretrained(saved)
         (folder / name).parent.mkdir(exist_ok=True)
-        zoo.save(case, folder / "zoo").rename(folder / name)
+        saved.rename(folder / name)
     return folder
 
 

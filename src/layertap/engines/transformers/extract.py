@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from layertap.assembly import Rows
 from layertap.engines.base import ExtractJob
@@ -187,7 +188,7 @@ class Extractor:
                 assert self._passes is not None
                 self._compile_when_worth_it(way, sum(len(job.token_ids) for job in jobs))
                 self._passes.run(way, [job.token_ids for job in jobs], wanted, spec.layers, arena.rows)
-                arena.fetch(self._stream)
+                arena.fetch(self._stream, _token_ids(jobs, wanted))
                 self._step += 1
                 return _Flight(jobs, wanted, arena, self._step)
         except BaseException:
@@ -204,6 +205,7 @@ class Extractor:
 
     def _deliver(self, flight: _Flight) -> Iterator[int]:
         flight.arena.wait()
+        digests = flight.arena.digests()
         begin = 0
         for job, positions in zip(flight.jobs, flight.wanted, strict=True):
             end = begin + len(positions)
@@ -213,7 +215,13 @@ class Extractor:
                 slots = slice(0, len(job.capture.spec.layers))
                 job.capture.add(
                     Rows(
-                        step=flight.step, start=positions.start, input_ids=ids, slots=slots, data=data, release=release
+                        step=flight.step,
+                        start=positions.start,
+                        input_ids=ids,
+                        slots=slots,
+                        data=data,
+                        release=release,
+                        digests=None if digests is None else digests[begin:end],
                     )
                 )
             job.capture.finish(job.token_ids, "prefill")
@@ -237,3 +245,9 @@ def _wanted(job: ExtractJob) -> range:
     """Positions of the prompt whose rows may be owed."""
     candidates = job.capture.spec.candidates
     return range(candidates.start, min(candidates.stop, len(job.token_ids)))
+
+
+def _token_ids(jobs: Sequence[ExtractJob], wanted: Sequence[range]) -> NDArray[np.int64]:
+    """The tokens of the wanted rows, in their order."""
+    parts = [job.token_ids[span.start : span.stop] for job, span in zip(jobs, wanted, strict=True)]
+    return np.concatenate([np.asarray(part, np.int64) for part in parts])

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from layertap.capture.residual import Residual
+from layertap.engines.digests import can_digest, finish_digests, start_digests
 from layertap.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -60,6 +61,9 @@ class Arena:
         self._lock = threading.Lock()
         self.rows: Tensor = self._device
         self._bytes = self._host
+        self._ids: NDArray[np.int64] | None = None
+        self._accumulators: Tensor | None = None
+        self._on_device: tuple[Tensor, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -72,12 +76,27 @@ class Arena:
         self.rows = self._device[:used].view(dtype).view(rows, layers, hidden)
         self._bytes = self._host[:used].view(rows, layers, hidden * dtype.itemsize)
 
-    def fetch(self, stream: torch.cuda.Stream | None) -> None:
-        """Start the copy to the host, after the kernels that filled the arena."""
+    def fetch(self, stream: torch.cuda.Stream | None, token_ids: NDArray[np.int64]) -> None:
+        """Start the copy to the host, and on the device the rows' digests, after the kernels that filled the arena.
+
+        Args:
+            stream: a side stream; None on the CPU, where there is nothing to fetch.
+            token_ids: int64 [rows], the token of each row.
+        """
+        self._ids, self._accumulators, self._on_device = token_ids, None, ()
         if self._event is None or stream is None:
             return
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
+            if can_digest(self.rows):
+                seeds = torch.from_numpy(token_ids).pin_memory().to(self.rows.device, non_blocking=True)
+                accumulators = start_digests(self.rows, seeds)
+                self._accumulators = torch.empty(accumulators.shape, dtype=torch.int64, pin_memory=True)
+                self._accumulators.copy_(accumulators, non_blocking=True)
+                self._on_device = (
+                    seeds,
+                    accumulators,
+                )  # kept until the event: the allocator knows only the main stream
             flat = self._bytes.view(-1)
             flat.copy_(self._device[: flat.numel()], non_blocking=True)
             self._event.record(stream)
@@ -86,6 +105,14 @@ class Arena:
         """Return once the rows are on the host."""
         if self._event is not None:
             self._event.synchronize()
+            self._on_device = ()
+
+    def digests(self) -> NDArray[np.uint64] | None:
+        """The rows' digests, once `wait` has returned, where the device has computed them."""
+        if self._accumulators is None or self._ids is None:
+            return None
+        row_bytes = self._bytes.shape[1] * self._bytes.shape[2]
+        return finish_digests(self._accumulators.numpy().view(np.uint64), self._ids, row_bytes)
 
     def share(self, begin: int, end: int) -> tuple[NDArray[np.uint8], Callable[[], None]]:
         """Lend rows begin .. end - 1 as bytes [n, layers, hidden * itemsize], and the call that gives them back."""
