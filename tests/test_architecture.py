@@ -57,7 +57,7 @@ def test_imports_flow_one_way():
         if room == "__init__":
             continue  # the lazy door
         for module in imports_of(path):
-            target = (module.split(".") + [""])[1]
+            target = [*module.split("."), ""][1]
             if target and RANKS[target] > RANKS[room] and (name, target) not in ALLOWED:
                 wrong.append(f"{name} imports {module}")
     assert not wrong, "\n".join(wrong)

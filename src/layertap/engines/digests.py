@@ -112,4 +112,5 @@ def _multiply_fold(a: NDArray[np.uint64], b: NDArray[np.uint64]) -> NDArray[np.u
     cross = (low_low >> shift) + (high_low & low32) + low_high
     upper = (high_low >> shift) + (cross >> shift) + high_high
     lower = (cross << shift) | (low_low & low32)
-    return np.bitwise_xor(upper, lower)
+    folded: NDArray[np.uint64] = np.bitwise_xor(upper, lower)
+    return folded
