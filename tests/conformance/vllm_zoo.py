@@ -27,13 +27,13 @@ def try_model(name: str, folder: Path) -> dict[str, Any]:
 
     checkpoint = checkpoints.save(name, folder)
     storage = folder / "states"
+    model = running.load_oracle(name, checkpoint)  # first: vLLM's Transformers backend changes transformers' classes
     try:
         with running.running(checkpoint, storage, model_impl="auto") as llm:
             core = llm.llm_engine.engine_core.engine_core
             architecture = type(core.model_executor.driver_worker.worker.get_model()).__name__
             asked = running.prompts([1, 9, 30, 70, 100, 40, 64, 65], seed=5)
             outputs = llm.generate(asked, running.params(6, include_output_tokens=True), use_tqdm=False)
-            model = running.load_oracle(name, checkpoint)
             same_model = all(is_greedy(model, output) for output in outputs)
             wrong = [reason for output in outputs if (reason := compare(model, output))]
     except LayertapError as exc:

@@ -15,7 +15,14 @@ _WITHOUT_VLLM = {
 }
 
 if importlib.util.find_spec("vllm") is None:
-    collect_ignore = ["test_requests.py", "test_engine.py", "test_speculation.py", "test_plugin.py", "test_parallel.py"]
+    collect_ignore = [
+        "test_requests.py",
+        "test_engine.py",
+        "test_speculation.py",
+        "test_plugin.py",
+        "test_parallel.py",
+        "test_faults.py",
+    ]
 else:
     import running
 

@@ -80,7 +80,10 @@ def probe(
 
     def mixed(original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            output = original(*args, **kwargs)
+            try:
+                output = original(*args, **kwargs)
+            except RuntimeError:  # some state-space layers of vLLM's CPU build can't run without a cache; the noise will do
+                output = None
             if isinstance(output, torch.Tensor) and output.is_floating_point():
                 return noise(output)
             target = kwargs.get("output", args[-1] if args else None)
