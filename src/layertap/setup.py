@@ -1,5 +1,7 @@
 """From what a user configured, in vLLM's long form or the short one, to a store and a front end."""
 
+import difflib
+import inspect
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -15,6 +17,16 @@ from layertap.params import KVTransferConfig, SamplingParams, layers_of_speculat
 logger = logging.getLogger(__name__)
 
 DEFAULT_LAYERS = "eagle3"
+_STORE_OPTIONS = {"layers", "storage", "kv_transfer_config", "speculative_config", "weights_version"}
+_ONE_PROCESS = {
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
+    "runner": "auto",
+    "tokenizer_mode": "auto",
+    "quantization": None,
+    "disable_log_stats": True,
+}
 
 
 class StoreConfig:
@@ -74,12 +86,32 @@ def make_frontend(
     from layertap.engines.transformers.engine import TransformersEngine
 
     return Frontend(
-        TransformersEngine(os.fspath(model), **engine_options),
+        TransformersEngine(os.fspath(model), **check_engine_options(TransformersEngine, engine_options)),
         config.options,
         stores=config.stores,
         layers=config.layers,
         weights_version=weights_version,
     )
+
+
+def check_engine_options(engine: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that the engine takes; vLLM's that ask for what is the case anyway are dropped.
+
+    Raises:
+        OptionError: an option that the engine doesn't know or can't honour.
+    """
+    known = set(inspect.signature(engine).parameters)
+    taken: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in known:
+            taken[name] = value
+        elif name in _ONE_PROCESS and value != _ONE_PROCESS[name]:
+            raise OptionError(f"{name}: the embedded engine can't honour {value!r}; engine='vllm' can")
+        elif name not in _ONE_PROCESS:
+            near = difflib.get_close_matches(name, known | _STORE_OPTIONS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "; engine='vllm' takes vLLM's options"
+            raise OptionError(f"{name}: the embedded engine has no such option{hint}")
+    return taken
 
 
 def params_for_each(sampling_params: Any, count: int, info: ModelInfo) -> list[SamplingParams]:
