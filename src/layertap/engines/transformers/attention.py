@@ -13,17 +13,17 @@ can't touch a generation that runs on the same weights.
 from __future__ import annotations
 
 import copy
-import inspect
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from layertap.engines.transformers.varlen import varlen, varlen_fits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -173,8 +173,8 @@ def packed_attention(
     pack: Pack | None = getattr(_current, "pack", None)
     if pack is None or pack.bounds[-1] != query.shape[2]:
         raise NotPackable(f"a row of {query.shape[2]} tokens was run without a pack that describes it")
-    if pack.cu_seqlens is not None and sinks is None and not softcap and _varlen_fits(query, key, value):
-        return _varlen(query, key, value, pack, scale, window)
+    if pack.cu_seqlens is not None and sinks is None and not softcap and varlen_fits(query, key, value):
+        return varlen(query, key, value, pack.cu_seqlens, pack.longest, scale, window)
     output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     by_hand = sinks is not None or softcap > 0
     for begin, end in zip(pack.bounds[:-1], pack.bounds[1:], strict=True):
@@ -245,32 +245,3 @@ def _by_hand(
             sink = sinks.float().reshape(1, -1, 1, 1).expand(1, q.shape[1], end - begin, 1)
             weights = torch.softmax(torch.cat([logits, sink], -1), -1)[..., :-1]
         out[:, begin:end].copy_((weights.to(v.dtype) @ v[:, :, first:end]).transpose(1, 2))
-
-
-@lru_cache(maxsize=1)
-def _varlen_parameters() -> frozenset[str]:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return frozenset()
-    return frozenset(inspect.signature(varlen_attn).parameters)
-
-
-def _varlen_fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the fused variable-length kernel takes these shapes and this dtype."""
-    size = query.shape[-1]
-    same_size = size == key.shape[-1] == value.shape[-1] and size <= 256 and size % 8 == 0
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    return same_size and half and "window_size" in _varlen_parameters()
-
-
-def _varlen(query: Tensor, key: Tensor, value: Tensor, pack: Pack, scale: float, window: int) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    assert pack.cu_seqlens is not None
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    options: dict[str, Any] = {"scale": scale, "window_size": (window - 1 if window else -1, 0)}
-    if q.shape[1] != k.shape[1] and "enable_gqa" in _varlen_parameters():
-        options["enable_gqa"] = True  # older ones (torch 2.11) take fewer key heads unasked
-    output = varlen_attn(q, k, v, pack.cu_seqlens, pack.cu_seqlens, pack.longest, pack.longest, **options)
-    return output.unsqueeze(0)  # type: ignore[union-attr]
