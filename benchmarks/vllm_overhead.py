@@ -147,7 +147,7 @@ def main() -> None:
     free = shutil.disk_usage(store).free
     print(f"store {store}: {free / 2**30:.0f} GiB free", flush=True)
     if args.mode != "plain":
-        touch_memory(min(free // 2, 48 << 30))
+        touch_memory(min(free // 2, (48 if "all" in args.work else 16) << 30))
     from vllm import LLM
 
     layers = list(range(1, 37)) if args.all_layers or args.work == "all" else LAYERS
