@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from layertap.capture.layers import LayersLike
+from layertap.capture.options import StoreOptions
 from layertap.errors import OptionError
 from layertap.params import CONNECTORS, KVTransferConfig
 from layertap.serving.settings import ServerSettings
@@ -91,6 +92,9 @@ def _engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
     rest = dict(given)
     num_seqs = rest.pop("max_num_seqs", None)
     num_tokens = rest.get("max_num_batched_tokens")
+    for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+        if given.get(name) is not None and given[name] < 1:
+            raise OptionError(f"{name}: expected a whole number of at least 1, got {given[name]!r}")
     if num_seqs is not None or num_tokens is not None:
         rest["generation"] = GenerationOptions(max_num_seqs=num_seqs, max_num_batched_tokens=num_tokens)
     return rest
@@ -107,6 +111,8 @@ def serve(options: ServeOptions) -> None:
     from layertap.serving.listening import bind, is_loopback, run, signals_end_the_server
 
     config = store_config(options)
+    StoreOptions.parse(config["kv_connector_extra_config"])
+    engine_options = _engine_options(options.engine_options)
     if not is_loopback(options.host) and not options.settings.api_keys:
         logger.warning("listening on %s without --api-key: everybody who reaches it may use it", options.host)
     claimed = bind(options.host, options.port)
@@ -118,7 +124,7 @@ def serve(options: ServeOptions) -> None:
             speculative_config=options.speculative_config,
             kv_transfer_config=config,
             weights_version=options.weights_version,
-            **_engine_options(options.engine_options),
+            **engine_options,
         )
         with contextlib.closing(llm):
             app, state = build_app(llm.front, options.settings)

@@ -34,5 +34,7 @@ class ServerSettings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise OptionError(f"{name}: expected a whole number of at least 1, got {value!r}")
+        if any(not key.strip() for key in self.api_keys):
+            raise OptionError("api_key: expected a key that isn't empty")
         if not self.reap_seconds > 0:
             raise OptionError(f"reap_seconds: expected a positive number, got {self.reap_seconds!r}")
