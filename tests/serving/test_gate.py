@@ -64,7 +64,7 @@ def test_bodies_over_the_limit_are_refused_with_and_without_a_length(llm):
 
 def test_more_than_may_run_get_a_429(llm):
     with run_background(llm.front, ServerSettings(max_running=2, served_model_names=("tiny",))) as server:
-        server.state.take_in(2)
+        server.state.num_running += 2
         answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1})
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         server.state.let_out(2)

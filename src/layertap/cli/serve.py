@@ -95,6 +95,12 @@ def serve(
     allow_delete: Annotated[
         bool, typer.Option("--allow-delete", help="Clients may free their files.", rich_help_panel=_HTTP)
     ] = False,
+    allow_weight_updates: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Folder of checkpoints that POST /v1/weights may load (again for more).", rich_help_panel=_HTTP
+        ),
+    ] = None,
     max_logprobs: Annotated[int, typer.Option(help="The most per token.", rich_help_panel=_HTTP)] = 20,
     max_body_bytes: Annotated[str, typer.Option(help="Larger requests are refused.", rich_help_panel=_HTTP)] = "32MiB",
     max_running: Annotated[
@@ -187,6 +193,7 @@ def serve(
                 served_model_names=tuple(served_model_name or ()),
                 api_keys=keys,
                 allow_delete=allow_delete,
+                allow_weight_updates=tuple(os.path.abspath(folder) for folder in allow_weight_updates or ()),
                 max_body_bytes=parse_bytes(max_body_bytes),
                 max_logprobs=max_logprobs,
                 max_running=max_running,

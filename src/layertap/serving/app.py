@@ -26,6 +26,7 @@ from layertap.serving.schemas import ChatBody, CompletionBody
 from layertap.serving.session import Session, open_session
 from layertap.serving.settings import ServerSettings
 from layertap.serving.state import ServerState
+from layertap.serving.weights import weights_routes
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ def build_app(front: Frontend, settings: ServerSettings | None = None) -> tuple[
     add_error_handlers(app)
     _add_routes(app, state)
     app.include_router(page_routes(state))
+    app.include_router(weights_routes(state))
     app.include_router(file_routes(state.desk, allow_delete=state.settings.allow_delete))
     return Gate(app, state.keys, state.settings.max_body_bytes, state.metrics), state
 
@@ -163,7 +165,7 @@ class _Call:
         """Admit the request."""
         state = self._state
         num_sequences = num_prompts * params.n
-        state.take_in(num_sequences)
+        await state.take_in(num_sequences)
         self._num_sequences = num_sequences
         try:
             return await open_session(

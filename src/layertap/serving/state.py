@@ -1,5 +1,6 @@
 """What the routes of one server share."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Sequence
@@ -51,7 +52,10 @@ class ServerState:
         self.names = settings.served_model_names or (front.info.model,)
         self.started = time.time()
         self.ready = False
-        self.num_running = 0
+        self.num_running = 0  # with those that wait while the server is paused
+        self.num_let_in = 0
+        self._open = asyncio.Event()
+        self._open.set()
 
     def start(self) -> None:
         """Begin to serve."""
@@ -93,8 +97,8 @@ class ServerState:
             code="model_not_found",
         )
 
-    def take_in(self, num_sequences: int) -> None:
-        """Count sequences in; `let_out` has to follow.
+    async def take_in(self, num_sequences: int) -> None:
+        """Count sequences in, once the server isn't paused; `let_out` has to follow.
 
         Raises:
             ApiError: too many run or wait.
@@ -107,10 +111,25 @@ class ServerState:
                 headers={"retry-after": "1"},
             )
         self.num_running += num_sequences
+        try:
+            await self._open.wait()
+        except BaseException:
+            self.num_running -= num_sequences
+            raise
+        self.num_let_in += num_sequences
+
+    def pause(self) -> None:
+        """Let new requests wait; on the event loop."""
+        self._open.clear()
+
+    def resume(self) -> None:
+        """Let them in."""
+        self._open.set()
 
     def let_out(self, num_sequences: int) -> None:
         """Count sequences out."""
         self.num_running -= num_sequences
+        self.num_let_in -= num_sequences
 
     def admitted(self, requests: Sequence[Request]) -> None:
         """Follow what was admitted."""

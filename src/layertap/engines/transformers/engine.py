@@ -17,6 +17,7 @@ from layertap.engines.transformers.extract import Extractor
 from layertap.engines.transformers.generate import GenerationOptions, Generator
 from layertap.engines.transformers.generation_config import read_generation_config
 from layertap.engines.transformers.load import open_model, open_tokenizer
+from layertap.engines.transformers.reload import reload_weights
 from layertap.engines.transformers.running import check_params
 from layertap.engines.transformers.selftest import Routes
 from layertap.engines.transformers.trial import Verdict
@@ -148,6 +149,14 @@ class TransformersEngine:
     def verdict(self) -> Verdict:
         """Say how this model generates (batched or one at a time), and why."""
         return self.generator.verdict
+
+    def reload(self, folder: Path) -> int:
+        """Exchange the weights for those of a checkpoint of the same model; nothing may run meanwhile.
+
+        Raises:
+            ModelError: it can't be loaded, or isn't of the same model; nothing was changed.
+        """
+        return reload_weights(self.weights, folder)
 
     def close(self) -> None:
         """End everything; running generations end with an error."""
