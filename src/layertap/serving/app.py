@@ -65,7 +65,9 @@ def _lifespan(state: ServerState) -> Callable[[FastAPI], contextlib.AbstractAsyn
 
 
 def _add_routes(app: FastAPI, state: ServerState) -> None:
-    responses: dict[int | str, dict[str, Any]] = {
+    answer = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "string"}}}
+    responses: dict[int | str, dict[str, Any]] = {200: {"description": "The answer, or its chunks.", "content": answer}}
+    responses |= {
         status: {"description": text}
         for status, text in (
             (400, "A field is wrong; `error.param` names it."),
@@ -91,10 +93,14 @@ def _add_routes(app: FastAPI, state: ServerState) -> None:
     async def model(name: str) -> JSONResponse:
         return JSONResponse(_model(state, state.model_name(name)))
 
-    @app.get("/metrics", summary="Prometheus metrics", responses={401: responses[401]})
+    text = {"description": "Prometheus' form.", "content": {"text/plain": {"schema": {"type": "string"}}}}
+
+    @app.get(
+        "/metrics", summary="Prometheus metrics", response_class=Response, responses={200: text, 401: responses[401]}
+    )
     async def metrics() -> Response:
-        text = await asyncio.to_thread(state.metrics.text)
-        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+        exposed = await asyncio.to_thread(state.metrics.text)
+        return Response(exposed, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.post("/v1/completions", summary="Complete prompts", responses=responses)
     async def create_completion(body: CompletionBody, request: Request) -> Response:

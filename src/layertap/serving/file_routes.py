@@ -56,9 +56,9 @@ def file_routes(desk: FileDesk, *, allow_delete: bool) -> APIRouter:
         allow_delete: `DELETE` is answered.
     """
     router = APIRouter(prefix="/v1/hidden_states")
-    read: dict[int | str, dict[str, Any]] = {
-        status: _DESCRIBED[status] for status in (202, 206, 303, 304, 400, 401, 404, 410, 412, 416)
-    }
+    whole = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+    read: dict[int | str, dict[str, Any]] = {200: {"description": "The file.", "content": whole}}
+    read |= {status: _DESCRIBED[status] for status in (202, 206, 303, 304, 400, 401, 404, 410, 412, 416)}
 
     async def answer(name: str, request: Request, wait: float) -> Response:
         caller: Caller = request.state.caller
@@ -76,11 +76,11 @@ def file_routes(desk: FileDesk, *, allow_delete: bool) -> APIRouter:
             raise ApiError(404, "no request with this tag", code="not_found")
         return JSONResponse(record)
 
-    @router.get("/{name}", summary="The file of a request", responses=read)
+    @router.get("/{name}", summary="The file of a request", response_class=Response, responses=read)
     async def get(name: str, request: Request, wait: Annotated[float, wait_query] = 0.0) -> Response:
         return await answer(name, request, wait)
 
-    @router.head("/{name}", summary="Whether it is there", responses=read)
+    @router.head("/{name}", summary="Whether it is there", response_class=Response, responses=read)
     async def head(name: str, request: Request, wait: Annotated[float, wait_query] = 0.0) -> Response:
         return await answer(name, request, wait)
 
