@@ -1,6 +1,7 @@
 """Disks that are full, folders that can't be written to, a writer process that dies: the engine goes on, every reader is told."""
 
 import os
+import signal
 import subprocess
 
 import checkpoints
@@ -75,8 +76,8 @@ def test_a_dead_writer_process_is_told_to_readers_and_the_engine_goes_on(llm, tm
     )
     for _ in range(3):
         engine.step()
-    tap.unpacker._process.kill()
-    tap.unpacker._process.wait()
+    os.kill(tap.unpacker.pid, signal.SIGKILL)
+    tap.unpacker._receiver.join(30)
     while engine.has_unfinished_requests():
         engine.step()
     with pytest.raises(HiddenStatesError, match="died"):

@@ -35,7 +35,8 @@ class RemoteCollector:
 
     def __init__(self, setup: WriterSetup, ring: SharedCells) -> None:
         mine, theirs = socket.socketpair()
-        self._process = subprocess.Popen(
+        self.pid: int | None = None
+        self._launcher = subprocess.Popen(
             [sys.executable, "-m", "layertap.engines.vllm.writer", str(theirs.fileno()), str(ring.fd)],
             pass_fds=(theirs.fileno(), ring.fd),
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
@@ -46,7 +47,7 @@ class RemoteCollector:
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._state = threading.Condition()
         self._num_ordered = self._num_admitted = 0
-        self._dead = False
+        self._dead = self._closing = False
         self._running: dict[str, Order] = {}
         self._held: dict[int, Step] = {}
         self._next_key = 0
@@ -93,11 +94,11 @@ class RemoteCollector:
 
     def close(self) -> None:
         """Let the writer publish what is finished and fail the rest. Idempotent."""
+        self._closing = True
         self._outbox.put(None)
         self._sender.join(_CLOSE_SECONDS)
-        try:
-            self._process.wait(_CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
+        self._receiver.join(_CLOSE_SECONDS)
+        if self._receiver.is_alive():
             logger.warning("layertap: the writer process still writes; it ends by itself")
 
     def _send_all(self) -> None:
@@ -137,6 +138,10 @@ class RemoteCollector:
         try:
             while True:
                 kind, content = self._connection.recv()
+                if kind == "hello":
+                    self.pid = content
+                    self._launcher.wait()
+                    continue
                 with self._state:
                     if kind == "admitted":
                         self._num_admitted += 1
@@ -158,6 +163,8 @@ class RemoteCollector:
             self._state.notify_all()
         for step in held:
             step.release()
+        if self._closing:  # the writer told the readers itself
+            return
         if running:
             logger.error("layertap: %s (%s); %d requests lose their hidden states", _DIED, exc, len(running))
         for order in running:

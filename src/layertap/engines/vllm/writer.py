@@ -76,6 +76,7 @@ class Writer:
         self._connection = connection
         self._sending = threading.Lock()
         setup: WriterSetup = connection.recv()
+        self._send(("hello", os.getpid()))
         self._ring = SharedCells(setup.num_cells, setup.cell_bytes, ring_fd)
         self._recorder = Recorder(setup.options, model=setup.model, num_layers=setup.num_layers, facts=setup.facts)
         self._collector = Collector(
@@ -135,6 +136,10 @@ class Writer:
 
 def main() -> None:
     """See the module."""
+    # Out of vLLM's process tree, which it kills as it shuts down: what was finished must still be published.
+    if os.fork():
+        os._exit(0)
+    os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM):  # the engine's end of the connection decides
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(_TORCH_THREADS)
