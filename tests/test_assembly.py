@@ -182,3 +182,27 @@ def test_more_tokens_than_announced_are_an_error():
     assembly = Assembly(make_spec(prompt_len=2, max_tokens=1, include_output=True))
     with pytest.raises(EngineError, match="more than"):
         assembly.complete([1, 2, 3, 4, 5])
+
+
+def test_a_long_limit_costs_memory_only_for_the_rows_that_come():
+    import tracemalloc
+
+    spec = CaptureSpec(
+        layers=tuple(range(37)),
+        dtype="float32",
+        hidden_size=2,
+        prompt_len=20,
+        max_tokens=1 << 20,
+        window=Window(include_output=True),
+    )
+    tracemalloc.start()
+    assembly = Assembly(spec)
+    ids = np.arange(30)
+    assembly.accept(Rows(0, 0, ids[:20], slice(0, 37), np.zeros((20, 37, 8), np.uint8)))
+    for step in range(1, 10):
+        part = slice(19 + step, 20 + step)
+        assembly.accept(Rows(step, part.start, ids[part], slice(0, 37), np.zeros((1, 37, 8), np.uint8)))
+    assert assembly.complete(ids) == range(29)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20

@@ -21,6 +21,8 @@ from layertap.errors import EngineError
 
 __all__ = ["Assembly", "Piece", "Rows"]
 
+_LEAST_ROWS = 64
+
 
 @dataclass(slots=True)
 class Rows:
@@ -65,11 +67,10 @@ class Assembly:
         self.spec = spec
         self._candidates = spec.candidates
         self.base = self._candidates.start
-        size = len(self._candidates)
-        num_slots = len(spec.layers)
-        self._ids = np.zeros(size, np.int64)
-        self._id_steps = np.full(size, -1, np.int64)
-        self._steps = np.full((size, num_slots), -1, np.int64)
+        # grows with the rows: a request that may generate 100,000 tokens and ends after ten must not cost memory for all
+        self._ids = np.zeros(0, np.int64)
+        self._id_steps = np.zeros(0, np.int64)
+        self._steps = np.zeros((0, len(spec.layers)), np.int64)
         self.replayed_rows = 0
 
     def accept(self, rows: Rows) -> list[Piece]:
@@ -92,6 +93,7 @@ class Assembly:
             return []
         source = slice(begin - rows.start, end - rows.start)
         target = slice(begin - self.base, end - self.base)
+        self._grow(target.stop)
         stored_steps = self._steps[target, first:stop]
         if not (stored_steps >= 0).any():  # the common case: nothing of it was seen before
             stored_steps[:] = rows.step
@@ -107,6 +109,15 @@ class Assembly:
         ]
         stored_steps[newer] = rows.step
         return pieces
+
+    def _grow(self, num_rows: int) -> None:
+        have = len(self._ids)
+        if num_rows <= have:
+            return
+        more = min(max(num_rows, 2 * have, _LEAST_ROWS), len(self._candidates)) - have
+        self._ids = np.concatenate([self._ids, np.zeros(more, np.int64)])
+        self._id_steps = np.concatenate([self._id_steps, np.full(more, -1, np.int64)])
+        self._steps = np.concatenate([self._steps, np.full((more, self._steps.shape[1]), -1, np.int64)])
 
     def _note_ids(self, target: slice, ids: NDArray[np.int64], step: int) -> None:
         newer = step >= self._id_steps[target]
@@ -130,6 +141,7 @@ class Assembly:
             raise EngineError(
                 f"{len(token_ids)} tokens are more than the {spec.prompt_len} + {spec.max_tokens} that were announced"
             )
+        self._grow(rows.stop)
         steps = self._steps[rows]
         if (steps < 0).any():
             row, slot = (int(i) for i in np.argwhere(steps < 0)[0])

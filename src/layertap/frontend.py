@@ -8,7 +8,7 @@ import functools
 import itertools
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -264,15 +264,22 @@ class Frontend:
         *,
         options: RequestOptions,
         storage: Path | None,
-    ) -> Iterator[Extracted]:
+    ) -> Generator[Extracted, None, None]:
         """Prefill prompts; yield results as they finish, then raise ExtractionError if some failed.
 
         Args:
             prompts: of any form that PromptReader takes, also an iterator that never ends.
             options: layers, positions, save_dtype, overwrite.
             storage: a folder for files, or None for memory.
+
+        Raises:
+            OptionError: at once, before anything is iterated.
         """
-        plan = self._resolve(options)
+        return self._extract(prompts, self._resolve(options), storage)
+
+    def _extract(
+        self, prompts: Iterable[Any], plan: CapturePlan, storage: Path | None
+    ) -> Generator[Extracted, None, None]:
         failures: list[tuple[int, str]] = []
         captures: dict[int, Capture] = {}
         run = f"extract-{self._id_prefix}-{next(self._ids)}"
@@ -286,7 +293,7 @@ class Frontend:
                         self.spec(plan, prompt, 0),
                         request_id=name,
                         path=None if storage is None else storage / (safe_name(name) + SUFFIX),
-                        overwrite=options.overwrite,
+                        overwrite=plan.options.overwrite,
                         lock=False,  # nobody learns the path before the file is there
                         facts={} if self.weights_version is None else {"weights_version": self.weights_version},
                     )

@@ -3,7 +3,8 @@
 import asyncio
 import os
 import queue
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,7 @@ class LLM:
         positions: Positions | None = None,
         save_dtype: str | None = None,
         overwrite: bool = False,
-    ) -> Iterator[Extracted]:
+    ) -> Generator[Extracted, None, None]:
         """Take the hidden states of prompts: prefill only, nothing is generated, no block past the deepest layer is run.
 
         Args:
@@ -187,7 +188,7 @@ class LLM:
             raise OptionError("positions: 'output' has no meaning in extract, which generates nothing")
         items: Iterable[Any] = prompts if isinstance(prompts, Iterator) else as_prompt_list(prompts)
         folder = None if storage is None else Path(os.path.abspath(storage))
-        results: Iterator[Extracted] = self._front.extract(items, options=options, storage=folder)
+        results: Generator[Extracted, None, None] = self._front.extract(items, options=options, storage=folder)
         return results
 
     def close(self) -> None:
@@ -297,10 +298,13 @@ class AsyncLLM:
         checked = self._front.prompts.read(prompt, room=1)
         (params,) = params_for_each(sampling_params, 1, self.info)
 
-        def on_update(_request: Request) -> None:
-            loop.call_soon_threadsafe(updated.set)
+        def on_update(request: Request) -> None:
+            try:
+                loop.call_soon_threadsafe(updated.set)
+            except RuntimeError:  # the loop is closed: nobody listens any more
+                self._front.abort(request.output.request_id)
 
-        request = await asyncio.to_thread(self._front.start, checked, params, on_update, request_id)
+        request = await _started(self._front, checked, params, on_update, request_id)
         try:
             while True:
                 await updated.wait()
@@ -337,15 +341,21 @@ class AsyncLLM:
             save_dtype=save_dtype,
             overwrite=overwrite,
         )
-        end = object()
+        turn = threading.Lock()  # a cancelled consumer leaves while the next result is still being computed
+
+        def pull() -> Extracted | None:
+            with turn:
+                return next(results, None)
+
+        def stop() -> None:
+            with turn:
+                results.close()
+
         try:
-            while (sample := await asyncio.to_thread(next, results, end)) is not end:
-                assert isinstance(sample, Extracted)
+            while (sample := await asyncio.to_thread(pull)) is not None:
                 yield sample
         finally:
-            close = getattr(results, "close", None)
-            if close is not None:
-                await asyncio.to_thread(close)
+            await asyncio.shield(asyncio.to_thread(stop))
 
     async def abort(self, request_id: str) -> None:
         """End a running request; its reader is told."""
@@ -354,6 +364,37 @@ class AsyncLLM:
     def close(self) -> None:
         """End the engine; running requests end with an error."""
         self._front.close()
+
+
+async def _started(
+    front: Frontend,
+    prompt: Prompt,
+    params: SamplingParams,
+    on_update: Callable[[Request], None],
+    request_id: str | None,
+) -> Request:
+    """Start a request on a thread (it may wait for disk or room); one whose consumer has left meanwhile is aborted."""
+    lock = threading.Lock()
+    started: list[Request] = []
+    left = False
+
+    def start() -> Request:
+        request = front.start(prompt, params, on_update, request_id)
+        with lock:
+            started.append(request)
+            unwanted = left
+        if unwanted:
+            front.abort(request.output.request_id)
+        return request
+
+    try:
+        return await asyncio.to_thread(start)
+    except asyncio.CancelledError:
+        with lock:
+            left = True
+        for request in started:
+            front.abort(request.output.request_id)
+        raise
 
 
 class _Progress:

@@ -1,5 +1,6 @@
 """Prompts: text, token ids or chat messages to checked token ids."""
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -136,12 +137,7 @@ class PromptReader:
     def _checked(self, ids: list[Any], text: str | None, room: int) -> Prompt:
         if not ids:
             raise PromptError("prompt: is empty; at least one token is needed")
-        for place, token in enumerate(ids):
-            if type(token) is not int:
-                if hasattr(token, "__index__") and not isinstance(token, bool):
-                    continue  # numpy and torch integers
-                raise PromptError(f"prompt_token_ids[{place}]: expected a token id, got {token!r}")
-        ids = [int(token) for token in ids]
+        ids = [token if type(token) is int else _whole(token, place) for place, token in enumerate(ids)]
         lowest, highest = min(ids), max(ids)
         if lowest < 0 or highest >= self._info.vocab_size:
             wrong = lowest if lowest < 0 else highest
@@ -153,6 +149,17 @@ class PromptReader:
             behind = f" (and {room} more must fit behind it)" if room else ""
             raise PromptError(f"prompt: has {len(ids)} tokens{behind}, the model's length is {limit}; shorten it")
         return Prompt(token_ids=ids, text=text)
+
+
+def _whole(token: Any, place: int) -> int:
+    """An integer of numpy or torch; nothing that would have to be rounded."""
+    fractional = getattr(token, "dtype", None) is not None and "int" not in str(token.dtype)
+    try:
+        if not isinstance(token, bool) and not fractional:
+            return operator.index(token)
+    except TypeError:
+        pass
+    raise PromptError(f"prompt_token_ids[{place}]: expected a token id, got {token!r}")
 
 
 def _with_text_content(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from file_cases import make_recorder, make_spec, write_sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layertap.errors import CorruptError, ForeignError, HiddenStatesError, TornError
+from layertap.capture.request import Window
+from layertap.errors import CorruptError, ForeignError, HiddenStatesError, OptionError, TornError
 from layertap.files.read import load_hidden_states, read_header
 
 FROZEN = Path(__file__).parents[1] / "compat" / "format_1"
@@ -180,3 +181,10 @@ def test_a_file_of_vllms_own_connector_is_named_as_such(tmp_path):
 def test_a_folder_is_a_clear_error(tmp_path):
     with pytest.raises(ForeignError, match="a folder"):
         load_hidden_states(tmp_path)
+
+
+def test_more_rows_than_a_header_can_list_are_refused_before_anything_is_written(tmp_path):
+    spec = make_spec(num_rows=5, max_tokens=12_000_000, window=Window(include_output=True), hidden_size=1)
+    with pytest.raises(OptionError, match="12000004 rows may come and a file holds at most"):
+        make_recorder().admit(spec, request_id="r", path=tmp_path / "a.safetensors")
+    assert list(tmp_path.iterdir()) == []

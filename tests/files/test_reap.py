@@ -44,3 +44,18 @@ def test_without_a_ttl_published_files_are_never_removed(tmp_path):
     write_sample(make_recorder(), tmp_path / "a.safetensors", make_spec())
     reap(tmp_path, now=time.time() + 1e9)
     load_hidden_states(tmp_path / "a.safetensors")
+
+
+def test_lock_files_of_other_programs_are_never_removed(tmp_path):
+    for name, content in (
+        ("uv.lock", "version = 1"),
+        ("empty.lock", ""),
+        ("npm.safetensors.lock", "{}"),
+        ("x.lock", "[]"),
+    ):
+        (tmp_path / name).write_text(content)
+    lock = WriterLock(tmp_path / "dead.safetensors", "r")
+    lock.release()
+    (tmp_path / "died-at-once.safetensors.lock").touch()
+    reap(tmp_path, ttl_seconds=1, now=time.time() + 1e6)
+    assert sorted(os.listdir(tmp_path)) == ["empty.lock", "npm.safetensors.lock", "uv.lock", "x.lock"]

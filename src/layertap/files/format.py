@@ -19,7 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from layertap.capture.request import SAVE_DTYPES
-from layertap.errors import CorruptError, ForeignError, TornError
+from layertap.errors import CorruptError, ForeignError, OptionError, TornError
 
 FORMAT_VERSION = "1"
 LAYER_CONVENTION = "id L is the input of block L; num_layers is the last block's output, before the final norm"
@@ -98,11 +98,21 @@ def row_digests(data: NDArray[np.uint8], token_ids: NDArray[np.int64]) -> NDArra
 
 
 def header_reserve(info: FileInfo, max_rows: int) -> int:
-    """Bytes to keep free at the start of a file for the header of up to `max_rows` rows, a multiple of ALIGNMENT."""
+    """Bytes to keep free at the start of a file for the header of up to `max_rows` rows, a multiple of ALIGNMENT.
+
+    Raises:
+        OptionError: the format's limit on a header would be passed, so that no reader would take the file.
+    """
     bare = len(_encode_json(info, b"", _ZERO_DIGEST))
     # shapes, offsets and facts that are known only at the end (finish reason, counts) may still grow
     size = 8 + bare + int(max_rows * _DIGEST_CHARS_PER_ROW) + 1024
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    reserve = -(-size // ALIGNMENT) * ALIGNMENT
+    if reserve - 8 > MAX_HEADER_BYTES:
+        most = int((MAX_HEADER_BYTES - bare - 2 * ALIGNMENT) / _DIGEST_CHARS_PER_ROW)
+        raise OptionError(
+            f"{max_rows} rows may come and a file holds at most {most}: lower max_tokens, or ask for positions"
+        )
+    return reserve
 
 
 def encode_header(info: FileInfo, digests: NDArray[np.uint64], reserve: int) -> bytes:
@@ -151,12 +161,12 @@ def decode_header(body: bytes, file_size: int, name: str) -> Header:
     """
     try:
         parsed = json.loads(body)
-    except ValueError as exc:  # also UnicodeDecodeError
+    except (ValueError, RecursionError) as exc:  # also UnicodeDecodeError
         raise ForeignError(f"{name}: the header isn't JSON ({exc})") from exc
     if not isinstance(parsed, dict):
         raise ForeignError(f"{name}: the header isn't a JSON object")
     metadata = parsed.get("__metadata__")
-    if not isinstance(metadata, dict) or "layertap_format" not in metadata:
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("layertap_format"), str):
         hint = ""
         if {"hidden_states", "token_ids"} <= parsed.keys():
             hint = "; it looks like one of vLLM's own connector, which carries no checksum: read it with safetensors"

@@ -28,11 +28,12 @@ _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 0.0005, 0.02
 
 @dataclass(frozen=True, slots=True)
 class LockContent:
-    """What a lock file says: who holds it, and why it failed, if it did."""
+    """What a lock file says: who holds it, why it failed, if it did, and whether it was to replace a file and hasn't yet."""
 
     holder: dict[str, str | int]
     request_id: str | None = None
     error: str | None = None
+    replaces: bool = False
 
     def holder_is_dead(self) -> bool:
         """True only where it is certain: the same machine, boot and pid namespace, and no such process."""
@@ -50,25 +51,36 @@ class WriterLock:
         TargetExistsError: another process or request is about to publish the same path.
     """
 
-    def __init__(self, path: Path, request_id: str | None, *, patience_seconds: float = 5.0) -> None:
+    def __init__(
+        self, path: Path, request_id: str | None, *, patience_seconds: float = 5.0, replaces: bool = False
+    ) -> None:
         self.path = path.with_name(path.name + LOCK_SUFFIX)
         self._request_id = request_id
+        self._replaces = replaces
         self._fd = _acquire(self.path, patience_seconds)
         try:
             self._write(None)
         except BaseException:
-            os.close(self._fd)
+            self.remove()
             raise
+
+    def note_replaced(self) -> None:
+        """The file that stood there is replaced: a reader may have what it finds."""
+        if self._replaces:
+            self._replaces = False
+            self._write(None)
 
     def note_error(self, reason: str) -> None:
         """Put the reason into the lock file itself: the last resort on a full disk."""
         self._write(reason)
 
     def _write(self, error: str | None) -> None:
-        content = {"holder": _identify(os.getpid()), "request_id": self._request_id, "error": error}
+        content: dict[str, object] = {"holder": _identify(os.getpid()), "request_id": self._request_id, "error": error}
+        if self._replaces:
+            content["replaces"] = True
         raw = json.dumps(content).encode()
         if len(raw) > _CONTENT_BYTES:
-            raw = json.dumps({**content, "error": (error or "")[:1000]}).encode()
+            raw = json.dumps({**content, "error": (error or "")[:500]}).encode()
         os.pwrite(self._fd, raw.ljust(_CONTENT_BYTES, b" "), 0)
 
     def release(self) -> None:
@@ -90,8 +102,11 @@ def read_content(lock_path: Path) -> LockContent | None:
     """What the lock file says; None where there is none or it says nothing."""
     try:
         parsed = json.loads(lock_path.read_bytes())
-        return LockContent(parsed["holder"], parsed.get("request_id"), parsed.get("error"))
-    except (OSError, ValueError, KeyError, TypeError):
+        holder = parsed["holder"]
+        if not isinstance(holder, dict):
+            return None
+        return LockContent(holder, parsed.get("request_id"), parsed.get("error"), parsed.get("replaces") is True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 

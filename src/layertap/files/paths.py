@@ -68,7 +68,8 @@ def target_path(options: StoreOptions, request_id: str, custom: str | None) -> P
 
 def temporary_path(path: Path) -> Path:
     """A name beside `path` that no reader takes for a finished file."""
-    return path.with_name(f".{path.name[:_MAX_NAME_BYTES]}.{secrets.token_hex(4)}{TEMP_SUFFIX}")
+    start = os.fsencode(path.name)[:_MAX_NAME_BYTES].decode("utf-8", "ignore")
+    return path.with_name(f".{start}.{secrets.token_hex(4)}{TEMP_SUFFIX}")
 
 
 def error_path(path: Path) -> Path:

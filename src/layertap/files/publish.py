@@ -41,6 +41,7 @@ class PendingFile:
 
     Raises:
         TargetExistsError: the target exists and `overwrite` is false, or another writer is about to publish it.
+        OptionError: so many rows may come that their digests don't fit into a header.
         OSError: the folder can't be made or written to.
     """
 
@@ -66,7 +67,9 @@ class PendingFile:
         self._ended = threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._refuse_existing()
-        self._lock = WriterLock(path, request_id) if lock else None
+        # a reader that finds the old file after this writer has died must not take it for the new one
+        replaces = overwrite and os.path.lexists(path)
+        self._lock = WriterLock(path, request_id, replaces=replaces) if lock else None
         self.temporary = temporary_path(path)
         try:
             self._refuse_existing()  # it may have been published while we waited for the lock
@@ -143,13 +146,16 @@ class PendingFile:
         pwrite_all(self._fd, np.frombuffer(fmt.encode_header(info, digests, self._reserve), np.uint8), 0)
         if self._fsync:
             os.fsync(self._fd)
+        # network file systems say on close what they couldn't store: ask before the rename, through a second descriptor
+        os.close(os.dup(self._fd))
         self._rename()
         if self._fsync:
-            sync_folder(self.path.parent)
+            self._sync_rename()
         with self._ended:
-            os.close(self._fd)
-            self._fd = -1
+            self._close()
         if self._lock is not None:
+            with contextlib.suppress(OSError):  # the file is there; a stale mark can only make its reader complain
+                self._lock.note_replaced()
             self._lock.release()
         return info
 
@@ -201,12 +207,23 @@ class PendingFile:
         else:
             self.temporary.unlink()
 
+    def _sync_rename(self) -> None:
+        try:
+            sync_folder(self.path.parent)
+        except OSError:
+            self.path.unlink(missing_ok=True)  # its reader will be told the reason, so it must not find a file
+            raise
+
     def _drop_temporary(self) -> None:
         if self._fd >= 0:
             with contextlib.suppress(OSError):
                 self.temporary.unlink(missing_ok=True)
-            os.close(self._fd)
-            self._fd = -1
+            self._close()
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        with contextlib.suppress(OSError):  # the descriptor is gone either way
+            os.close(fd)
 
 
 def write_error(path: Path, reason: str, request_id: str | None) -> None:

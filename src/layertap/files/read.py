@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from layertap.errors import CorruptError, ForeignError, HiddenStatesError, MissingError, TornError, WriterDiedError
 from layertap.files import format as fmt
-from layertap.files.locks import LOCK_SUFFIX, read_content, wait_for_writer
+from layertap.files.locks import LOCK_SUFFIX, is_held, read_content, wait_for_writer
 from layertap.files.paths import error_path
 
 if TYPE_CHECKING:
@@ -65,11 +65,9 @@ def read_file(path: str | os.PathLike[str], *, timeout: float = DEFAULT_TIMEOUT_
     """`load_hidden_states` without torch, with what the file says of itself."""
     target = Path(path)
     wait_for_writer(target, timeout)
+    fd = _open(target)
     try:
-        fd = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise _why_missing(target) from None
-    try:
+        _refuse_outdated(target, fd)
         return read_open_file(fd, str(target))
     finally:
         os.close(fd)
@@ -82,10 +80,7 @@ def read_header(path: str | os.PathLike[str]) -> fmt.Header:
         HiddenStatesError: see `load_hidden_states`.
     """
     target = Path(path)
-    try:
-        fd = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise _why_missing(target) from None
+    fd = _open(target)
     try:
         return _read_header(fd, str(target))
     finally:
@@ -139,7 +134,8 @@ def read_open_file(fd: int, name: str) -> Loaded:
     if (token_ids < 0).any():
         raise CorruptError(f"{name}: negative token ids")
     check_rows(header, rows, token_ids, name)
-    return Loaded(info=info, rows=rows.reshape(info.num_rows, len(info.layers), -1), token_ids=token_ids)
+    slot_bytes = info.row_bytes // len(info.layers)
+    return Loaded(info=info, rows=rows.reshape(info.num_rows, len(info.layers), slot_bytes), token_ids=token_ids)
 
 
 def _read_array(fd: int, offset: int, num_bytes: int, name: str) -> NDArray[np.uint8]:
@@ -153,19 +149,53 @@ def _read_array(fd: int, offset: int, num_bytes: int, name: str) -> NDArray[np.u
     return out
 
 
-def _why_missing(path: Path) -> HiddenStatesError:
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        record = json.loads(error_path(path).read_text())
-        reason, request_id = str(record.get("reason")), record.get("request_id")
-        return HiddenStatesError(f"{path}: {reason} (request {request_id})", reason=reason, request_id=request_id)
+def _open(path: Path) -> int:
+    try:
+        # not blocking: opening a pipe that somebody put there would wait for ever
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise _why_missing(path) from None
+
+
+def _refuse_outdated(path: Path, fd: int) -> None:
+    """The file that is there is the old one if the last attempt to replace it failed; its reader asks for the new one."""
+    failure = _failure_on_record(path, newer_than_ns=os.fstat(fd).st_mtime_ns)
+    if failure is not None:
+        raise failure
     lock_path = path.with_name(path.name + LOCK_SUFFIX)
     content = read_content(lock_path)
+    if content is not None and content.replaces and not is_held(lock_path):
+        raise WriterDiedError(
+            f"{path}: its writer (process {content.holder.get('pid')}) ended before it replaced the file that is there; "
+            "cleanup_hidden_states(path, keep_hidden_states=True) makes the old file readable again",
+            request_id=content.request_id,
+        )
+
+
+def _failure_on_record(path: Path, newer_than_ns: int = 0) -> HiddenStatesError | None:
+    """The reason of the last attempt to publish the file, where it failed."""
+    twin = error_path(path)
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
+        if twin.stat().st_mtime_ns >= newer_than_ns:
+            record = json.loads(twin.read_text())
+            reason, request_id = str(record.get("reason")), record.get("request_id")
+            return HiddenStatesError(f"{path}: {reason} (request {request_id})", reason=reason, request_id=request_id)
+    content = read_content(path.with_name(path.name + LOCK_SUFFIX))
     if content is not None and content.error is not None:
         return HiddenStatesError(
             f"{path}: {content.error} (request {content.request_id})",
             reason=content.error,
             request_id=content.request_id,
         )
+    return None
+
+
+def _why_missing(path: Path) -> HiddenStatesError:
+    failure = _failure_on_record(path)
+    if failure is not None:
+        return failure
+    lock_path = path.with_name(path.name + LOCK_SUFFIX)
+    content = read_content(lock_path)
     if lock_path.exists():
         pid = content.holder.get("pid") if content else "unknown"
         return WriterDiedError(

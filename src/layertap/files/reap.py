@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from layertap.errors import HiddenStatesError
-from layertap.files.locks import LOCK_SUFFIX, is_held
+from layertap.files.locks import LOCK_SUFFIX, is_held, read_content
 from layertap.files.paths import SUFFIX, TEMP_SUFFIX, error_path
 from layertap.files.read import read_header
 
@@ -63,7 +63,8 @@ def reap(
             target = path.with_name(entry.name.removesuffix(LOCK_SUFFIX))
             # a lock without a file or a reason tells waiting readers that the writer died: keep it for them for a while
             settled = target.exists() or error_path(target).exists()
-            if not settled and not is_held(path) and deadline is not None and _mtime(path) < deadline:
+            expired = deadline is not None and _mtime(path) < deadline
+            if expired and not settled and _is_our_lock(path) and not is_held(path):
                 _remove(path, dry_run)
                 found.locks.append(path)
         elif deadline is not None and (entry.name.endswith(SUFFIX) or entry.name.endswith(SUFFIX + ".error")):
@@ -108,6 +109,15 @@ def _is_ours(path: Path, only_marked: bool) -> bool:
         return TTL_FACT in read_header(path).info.facts
     except HiddenStatesError:
         return False
+
+
+def _is_our_lock(path: Path) -> bool:
+    """Many programs call a file `*.lock`; ours name their holder, or are empty where their writer died at once."""
+    try:
+        empty = path.stat().st_size == 0
+    except OSError:
+        return False
+    return path.name.endswith(SUFFIX + LOCK_SUFFIX) if empty else read_content(path) is not None
 
 
 def _is_error(path: Path) -> bool:

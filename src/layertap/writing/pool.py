@@ -1,13 +1,27 @@
 """Writer threads: tasks of one lane run one after the other, lanes run beside each other."""
 
+import atexit
 import collections
 import logging
 import threading
+import time
+import weakref
 from collections.abc import Callable
 
 Task = Callable[[], None]
 
 logger = logging.getLogger(__name__)
+
+_EXIT_PATIENCE_SECONDS = 60.0
+_started: "weakref.WeakSet[WriterPool]" = weakref.WeakSet()
+
+
+@atexit.register
+def _finish_at_exit() -> None:
+    """A script may end right after its last request: what was handed over is still written."""
+    deadline = time.monotonic() + _EXIT_PATIENCE_SECONDS
+    for pool in list(_started):
+        pool.close(max(0.0, deadline - time.monotonic()))
 
 
 class Lane:
@@ -29,14 +43,12 @@ class Lane:
             self._tasks.append(task)
             if self._scheduled:
                 return
-            self._scheduled = True
-        try:
-            self._pool.enqueue(self)
-        except RuntimeError:
-            with self._lock:
+            try:  # under the lock: another thread's task must not slip in behind one that is taken back
+                self._pool.enqueue(self)
+            except RuntimeError:
                 self._tasks.pop()
-                self._scheduled = False
-            raise
+                raise
+            self._scheduled = True
 
     def run_one(self) -> bool:
         """Run the first task; True if more are waiting."""
@@ -76,19 +88,27 @@ class WriterPool:
             if self._idle >= len(self._ready):
                 self._condition.notify()
             elif len(self._threads) < self._num_threads:
-                # daemons: a hanging disk must not keep the interpreter from ending; close() is the orderly way out
+                # daemons: a hanging disk must not keep the interpreter from ending; it waits for close() and not longer
                 thread = threading.Thread(target=self._serve, name=f"{self._name}-{len(self._threads)}", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # the machine gives no more threads: those that run do the work
+                    if not self._threads:
+                        self._ready.remove(lane)
+                        raise
+                    return
                 self._threads.append(thread)
-                thread.start()
+                _started.add(self)
 
-    def close(self) -> None:
-        """Finish all tasks, then end the threads. Idempotent."""
+    def close(self, patience_seconds: float | None = None) -> None:
+        """Finish all tasks, then end the threads; give up after `patience_seconds`. Idempotent."""
+        deadline = None if patience_seconds is None else time.monotonic() + patience_seconds
         with self._condition:
             self._closed = True
             self._condition.notify_all()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join()
+                thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def _serve(self) -> None:
         while True:

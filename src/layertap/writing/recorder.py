@@ -64,6 +64,7 @@ class Capture:
         self.path = path
         self.request_id = request_id
         self.result: Future[Result] = Future()
+        self.result.set_running_or_notify_cancel()  # whoever waits for it may go away; nobody can cancel it
         self._sink = sink
         self._recorder = recorder
         self._room = room
@@ -76,7 +77,12 @@ class Capture:
     def add(self, rows: Rows) -> None:
         """Take a chunk. May wait for the byte budget; never raises for the capture's own failures."""
         num_bytes = int(rows.data.nbytes)
-        self._recorder.budget.acquire(num_bytes)
+        try:
+            self._recorder.budget.acquire(num_bytes)
+        except BaseException:  # Ctrl-C while it waits
+            if rows.release is not None:
+                rows.release()
+            raise
 
         def done() -> None:
             self._recorder.budget.release(num_bytes)
@@ -162,9 +168,11 @@ class Capture:
             self._failure = cause
 
             def drop() -> None:
-                self._sink.discard()
-                self._settle(0)
-                self.result.set_exception(cause)
+                try:
+                    self._sink.discard()
+                    self._settle(0)
+                finally:
+                    self.result.set_exception(cause)
 
             self._submit(drop)
 
@@ -175,14 +183,16 @@ class Capture:
 
     def _end_failed(self, cause: BaseException) -> None:
         reason = describe(cause)
-        self._sink.fail(reason)
-        self._settle(0)
-        self._recorder.note_failed(reason)
         error: BaseException = cause
         if not isinstance(cause, LayertapError):
             error = HiddenStatesError(f"request {self.request_id}: {reason}", reason=reason, request_id=self.request_id)
             error.__cause__ = cause
-        self.result.set_exception(error)
+        try:
+            self._sink.fail(reason)
+            self._settle(0)
+            self._recorder.note_failed(reason)
+        finally:  # whatever happens, nobody waits for ever
+            self.result.set_exception(error)
 
     def _settle(self, num_bytes: int) -> None:
         if self._room is not None:

@@ -154,3 +154,12 @@ def test_arenas_reuse_memory_and_grow_when_they_must():
     assert large is not small
     assert large.rows.shape == (100, 1, 4)
     large.give_back()
+
+
+def test_an_arena_too_large_for_the_memory_does_not_block_later_ones():
+    arenas = Arenas(torch.device("cpu"), count=1)
+    arenas.acquire(1, 1, 8, torch.float32).give_back()
+    for _ in range(3):
+        with pytest.raises(RuntimeError):
+            arenas.acquire(1 << 50, 1, 8, torch.float32)
+    arenas.acquire(1, 1, 8, torch.float32).give_back()

@@ -204,6 +204,13 @@ class Extractor:
             self._compiled = True
 
     def _deliver(self, flight: _Flight) -> Iterator[int]:
+        try:
+            self._hand_over(flight)
+        finally:  # also on Ctrl-C while the writer makes us wait: an arena that is lost would be missed for ever
+            flight.arena.give_back()
+        yield from (job.index for job in flight.jobs)
+
+    def _hand_over(self, flight: _Flight) -> None:
         flight.arena.wait()
         digests = flight.arena.digests()
         begin = 0
@@ -226,8 +233,6 @@ class Extractor:
                 )
             job.capture.finish(job.token_ids, "prefill")
             begin = end
-        flight.arena.give_back()
-        yield from (job.index for job in flight.jobs)
 
     def _abandon(self, packer: Packer[ExtractJob], flights: deque[_Flight]) -> None:
         """Tell the readers of what was pulled but won't be delivered; nothing is left after a normal end."""

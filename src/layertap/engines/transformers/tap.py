@@ -155,18 +155,24 @@ class Arenas:
         nbytes = rows * layers * hidden * dtype.itemsize
         with self._changed:
             self._changed.wait_for(lambda: self._free or self._made < self._count)
-            if self._free:
-                arena = max(self._free, key=lambda a: a.nbytes)
-                self._free.remove(arena)
-                if arena.nbytes < nbytes:
-                    del arena
-                    arena = Arena(self, nbytes, self._device)
-            else:
+            arena = self._take_free(nbytes)
+            if arena is None:
                 arena = Arena(self, nbytes, self._device)
                 self._made += 1
         arena.shape(rows, layers, hidden, dtype)
         arena.hold()
         return arena
+
+    def _take_free(self, nbytes: int) -> Arena | None:
+        """A free arena that is large enough; one that is too small is dropped, before its successor needs the memory."""
+        if not self._free:
+            return None
+        arena = max(self._free, key=lambda a: a.nbytes)
+        self._free.remove(arena)
+        if arena.nbytes >= nbytes:
+            return arena
+        self._made -= 1  # if there is no memory for a larger one, the next call may still make one
+        return None
 
     def take_back(self, arena: Arena) -> None:
         """Called by the arena when its last share is back."""
