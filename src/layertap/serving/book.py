@@ -73,6 +73,7 @@ class Book:
         self._entries: OrderedDict[str, Entry] = OrderedDict()
         self._running = 0
         self.totals = Totals()
+        self.on_ready: Callable[[Entry], None] | None = None
         self.on_settled: Callable[[Entry], None] | None = None
         self.failures: deque[Entry] = deque(maxlen=_KEPT_FAILURES)
 
@@ -97,6 +98,8 @@ class Book:
                 self._note_ready(entry, done.result())
             else:
                 self._note_failed(entry, error)
+        if self.on_ready is not None and entry.state == "ready":
+            self.on_ready(entry)
         if self.on_settled is not None:
             self.on_settled(entry)
 

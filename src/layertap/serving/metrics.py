@@ -45,6 +45,12 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+        self._publish_seconds = Histogram(
+            "layertap_publish_seconds",
+            "From a capture's admission to its file.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
         self._tokens = Counter("layertap_tokens", "Tokens, by kind.", ("kind",), registry=self.registry)
         self._reaped_files = Counter(
             "layertap_reaped_files", "Files that the reaper removed, by why.", ("why",), registry=self.registry
@@ -59,6 +65,7 @@ class Metrics:
             self._reaped_files.labels(why)
         for outcome in ("stored", "failed"):
             self._shipped_files.labels(outcome)
+        book.on_ready = lambda entry: self._publish_seconds.observe((entry.ended or entry.admitted) - entry.admitted)
         self.registry.register(self)
 
     def answered(self, path: str, status: int, seconds: float) -> None:

@@ -130,13 +130,13 @@ def _norms(path: Path, header: Header) -> dict[str, Any]:
     picked = np.unique(np.linspace(0, info.num_rows - 1, min(info.num_rows, _MOST_POSITIONS)).astype(int))
     raw = np.memmap(path, np.uint8, "r", header.data_offset, (info.num_rows, info.row_bytes))
     rows = _floats(raw[picked], info).reshape(len(picked), len(info.layers), info.hidden_size)
-    norms = np.linalg.norm(rows, axis=-1).T
+    norms = np.linalg.norm(np.nan_to_num(rows.astype(np.float64), nan=0.0, posinf=3e38, neginf=-3e38), axis=-1).T
     return {
         "layers": list(info.layers),
         "first": info.first_position,
         "last": info.first_position + info.num_rows - 1,
         "sampled": len(picked) < info.num_rows,
-        "norms": np.nan_to_num(norms, nan=0.0, posinf=3e38).round(5).tolist(),
+        "norms": [[float(f"{norm:.6g}") for norm in row] for row in norms],
     }
 
 
