@@ -71,6 +71,8 @@ class OrderDesk:
             OptionError: a bad option.
             TargetExistsError: the file exists.
         """
+        if asked.params is not None and not isinstance(asked.params, Mapping):
+            raise OptionError(f"kv_transfer_params: expected a mapping of options, got {type(asked.params).__name__}")
         mine = dict(asked.params or {})
         choices = mine.pop(CHOICES_KEY, 1)
         public_id = mine.pop(ID_KEY, None)
