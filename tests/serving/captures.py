@@ -6,6 +6,8 @@ from layertap.assembly import Rows
 from layertap.capture.request import CaptureSpec, Window
 from layertap.files.paths import target_path
 
+KEYS = ("alpha-key", "beta-key")
+
 
 class HandCapture:
     """One file whose life a test decides."""

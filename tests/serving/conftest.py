@@ -6,6 +6,7 @@ import httpx
 import openai
 import pytest
 import torch
+from captures import KEYS
 
 from layertap import AsyncLLM
 from layertap.serving.server import run_background
@@ -13,7 +14,6 @@ from layertap.serving.settings import ServerSettings
 from layertap.testing import oracle, zoo
 
 LAYERS = (1, 2, 4)
-KEYS = ("alpha-key", "beta-key")
 
 
 @pytest.fixture(scope="session")

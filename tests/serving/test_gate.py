@@ -4,8 +4,8 @@ import base64
 
 import httpx
 import pytest
+from captures import KEYS
 
-from conftest import KEYS
 from layertap.errors import OptionError
 from layertap.serving.identity import ApiKeys, Caller, clean_client_id, new_id
 from layertap.serving.server import run_background

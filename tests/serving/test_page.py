@@ -6,9 +6,8 @@ import shutil
 import httpx
 import numpy as np
 import pytest
-from captures import HandCapture
+from captures import KEYS, HandCapture
 
-from conftest import KEYS
 from layertap.files.read import read_file
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
