@@ -22,7 +22,8 @@ class HandCapture:
         self.capture = front.recorder.admit(self.spec, request_id=name, path=self.path)
 
     def publish(self):
-        data = np.random.default_rng(0).integers(0, 255, (len(self.ids), 2, 256), dtype=np.uint8)
+        values = np.random.default_rng(0).standard_normal((len(self.ids), 2, 64), dtype=np.float32)
+        data = values.view(np.uint8).reshape(len(self.ids), 2, 256)
         self.capture.add(Rows(step=0, start=0, input_ids=np.array(self.ids), slots=slice(0, 2), data=data))
         self.capture.finish(self.ids, "prefill").result(timeout=60)
         return self.path

@@ -71,7 +71,7 @@ class Protocol:
         for attempt in range(self._retries + 1):
             answer = yield Send("POST", path, json=dict(body))
             if isinstance(answer, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout):
-                failure: Exception = answer  # it never reached the server
+                failure: Exception = LayertapError(f"the server can't be reached: {type(answer).__name__}: {answer}")
             elif isinstance(answer, httpx.TransportError):
                 raise LayertapError(
                     f"the connection broke while the answer was awaited ({type(answer).__name__}); whether it was generated isn't "

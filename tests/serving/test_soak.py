@@ -1,0 +1,21 @@
+"""The short form of soak.py; 30 minutes are `python tests/serving/soak.py 1800`."""
+
+import os
+
+import pytest
+import soak
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_clients_and_a_killed_server_lose_and_leave_nothing(checkpoint, tmp_path):
+    seconds = float(os.environ.get("LAYERTAP_SOAK_SECONDS", "45"))
+    found = soak.soak(checkpoint, seconds, tmp_path, soak.free_port())
+    assert found["exit"] == 0
+    assert found["kills"] >= 3
+    assert found["verified"] > 10
+    for name in ("wrong", "temporaries", "old", "broken", "lost"):
+        assert found[name] == [], (name, found)
+    # errors are those of a server that is away, and of requests that its death cut off
+    away = ("can't be reached", "broke", "died", "refused", "404", "timed out", "Timeout")
+    assert all(any(word in error for word in away) for error in found["errors"]), found["errors"]
