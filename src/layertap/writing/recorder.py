@@ -24,6 +24,7 @@ from layertap.files import format as fmt
 from layertap.files.publish import PendingFile
 from layertap.files.reap import TTL_FACT
 from layertap.writing.budget import ByteBudget
+from layertap.writing.checks import RowChecks, SeenRows
 from layertap.writing.pool import Lane, WriterPool
 from layertap.writing.room import Reservation, StoreRoom
 from layertap.writing.sinks import FileSink, MemorySink, Result, Sink
@@ -70,6 +71,7 @@ class Capture:
         self._room = room
         self._lane: Lane = recorder.pool.lane()
         self._assembly = Assembly(spec)
+        self._checks = RowChecks(spec, request_id, recorder.seen)
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
         self._ended = False
@@ -113,6 +115,7 @@ class Capture:
 
     def _store(self, pieces: Sequence[Piece], rows: Rows) -> None:
         for piece in pieces:
+            self._checks.look(piece)
             first = piece.row + self._assembly.base - rows.start
             part = slice(first, first + len(piece.data))
             self._sink.write(piece, rows.input_ids[part], None if rows.digests is None else rows.digests[part])
@@ -140,9 +143,9 @@ class Capture:
                 with self._lock:
                     owed = self._assembly.complete(final)
                     all_facts["replayed_rows"] = str(self._assembly.replayed_rows)
-                result = self._sink.finish(
-                    owed.start - self._assembly.base, final[owed.start : owed.stop], owed.start, len(final), all_facts
-                )
+                first_row, owed_ids = owed.start - self._assembly.base, final[owed.start : owed.stop]
+                self._checks.settle(first_row, owed_ids, self._sink.read_back)
+                result = self._sink.finish(first_row, owed_ids, owed.start, len(final), all_facts)
             except Exception as exc:  # noqa: BLE001 - told to the reader and to whoever holds the future
                 self._end_failed(exc)
             else:
@@ -222,6 +225,7 @@ class Recorder:
         self.pool = WriterPool(options.num_writer_threads)
         self.counts = Counts()
         self.room = StoreRoom(options)
+        self.seen = SeenRows()
         self._model = model
         self._num_layers = num_layers
         self._facts = {"layertap_version": __version__, **facts}

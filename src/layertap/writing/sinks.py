@@ -38,6 +38,9 @@ class Sink(Protocol):
     def write(self, piece: Piece, input_ids: NDArray[np.int64], digests: NDArray[np.uint64] | None) -> None:
         """Store a piece; `input_ids` and `digests` (where known) are those of its rows."""
 
+    def read_back(self, row: int) -> NDArray[np.uint8]:
+        """A row that was stored, uint8 [layers, bytes of a slot]."""
+
     def finish(self, first_row: int, token_ids: NDArray[np.int64], first_position: int, num_tokens: int,
                facts: Mapping[str, str]) -> Result:  # fmt: skip
         """Make rows `first_row` on, one per token id, the result."""
@@ -69,6 +72,9 @@ class FileSink:
             flat = np.ascontiguousarray(piece.data).reshape(len(input_ids), -1)
             self._digests[rows] = fmt.row_digests(flat, input_ids)
         self._digested[rows] = whole
+
+    def read_back(self, row: int) -> NDArray[np.uint8]:
+        return self._file.read_back(row, 1).reshape(self._num_layers, -1)
 
     def finish(self, first_row: int, token_ids: NDArray[np.int64], first_position: int, num_tokens: int,
                facts: Mapping[str, str]) -> Result:  # fmt: skip
@@ -107,6 +113,10 @@ class MemorySink:
         if num_rows != len(input_ids):
             raise EngineError(f"{num_rows} rows with {len(input_ids)} input ids")
         self._rows[piece.row : piece.row + num_rows, piece.first_slot : piece.first_slot + num_slots] = piece.data
+
+    def read_back(self, row: int) -> NDArray[np.uint8]:
+        found: NDArray[np.uint8] = self._rows[row]
+        return found
 
     def finish(self, first_row: int, token_ids: NDArray[np.int64], first_position: int, num_tokens: int,
                facts: Mapping[str, str]) -> Result:  # fmt: skip

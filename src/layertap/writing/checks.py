@@ -1,0 +1,175 @@
+"""Always-on checks of rows, cheap enough for every row and never wrong: what they refuse can't be the output of a model.
+
+- Not finite: a NaN or an infinity, in every value. Found by integer maxima, which run at memory speed in all dtypes: NaN and
+  infinity have the largest exponent, so they are the largest bit patterns of either sign.
+- Zero or repeated: above the embeddings, rows of different tokens are never zero, and never equal to their neighbour's, once
+  some earlier row was different. (A run of tokens without an embedding of their own may be, at the very beginning.) Eight bytes
+  of each row are kept; only rows that agree in those are read again and compared.
+- Of another request: some rows of each request are remembered; the same bytes for another token are somebody else's rows.
+
+That a row is of the right token and there exactly once is the assembly's business.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from layertap.assembly import Piece
+from layertap.capture.request import SAVE_DTYPES, CaptureSpec
+from layertap.errors import EngineError
+
+__all__ = ["RowChecks", "SeenRows", "finite"]
+
+_MARK_BYTES = 8
+_FEW_TOKENS = 4
+_MOST_SEEN = 1 << 16
+_MOST_COMPARED = 256
+_EXPONENT_BITS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
+
+
+def finite(data: NDArray[np.uint8], dtype: str) -> bool:
+    """Whether no value of an array of bytes is a NaN or an infinity."""
+    if data.size == 0:
+        return True
+    exponent, itemsize = _EXPONENT_BITS[dtype], SAVE_DTYPES[dtype]
+    signed, unsigned = (np.int32, np.uint32) if itemsize == 4 else (np.int16, np.uint16)
+    sign = 1 << (8 * itemsize - 1)
+    flat = np.ascontiguousarray(data).reshape(-1)
+    return bool(flat.view(signed).max() < exponent) and bool(flat.view(unsigned).max() < (sign | exponent))
+
+
+class SeenRows:
+    """Some rows of the latest requests: digest -> the token that they were computed for. Thread-safe."""
+
+    def __init__(self, capacity: int = _MOST_SEEN) -> None:
+        self._capacity = capacity
+        self._lock = threading.Lock()
+        self._seen: OrderedDict[tuple[int, int], tuple[int, str]] = OrderedDict()
+
+    def note(self, layer: int, row: NDArray[np.uint8], token_id: int, request_id: str) -> str | None:
+        """Remember a row; return the request that has had the same bytes for another token."""
+        key = layer, xxhash.xxh3_64_intdigest(row.tobytes())
+        with self._lock:
+            known = self._seen.pop(key, None)
+            self._seen[key] = token_id, request_id
+            if len(self._seen) > self._capacity:
+                self._seen.popitem(last=False)
+        return None if known is None or known[0] == token_id else known[1]
+
+
+class RowChecks:
+    """The checks of one capture. Calls come in order from one thread at a time.
+
+    Args:
+        spec: what is owed.
+        request_id: named to other requests.
+        seen: rows of other requests.
+    """
+
+    def __init__(self, spec: CaptureSpec, request_id: str, seen: SeenRows) -> None:
+        self._spec = spec
+        self._request_id = request_id
+        self._seen = seen
+        # untouched pages of zeros cost nothing
+        self._marks = np.zeros((len(spec.candidates), len(spec.layers)), np.uint64)
+        self._broken: set[tuple[int, int]] = set()
+
+    def look(self, piece: Piece) -> None:
+        """See a piece on its way to the sink."""
+        num_rows, num_slots, slot_bytes = piece.data.shape
+        marks = np.zeros((num_rows, num_slots, _MARK_BYTES), np.uint8)
+        marks[:, :, : min(slot_bytes, _MARK_BYTES)] = piece.data[:, :, :_MARK_BYTES]
+        slots = slice(piece.first_slot, piece.first_slot + num_slots)
+        self._marks[piece.row : piece.row + num_rows, slots] = marks.view(np.uint64)[:, :, 0]
+        if self._broken:  # a replay may bring better ones
+            self._broken -= {(piece.row + i, piece.first_slot + s) for i in range(num_rows) for s in range(num_slots)}
+        if not finite(piece.data, self._spec.dtype):
+            self._broken |= {
+                (piece.row + i, piece.first_slot + s)
+                for i in range(num_rows)
+                for s in range(num_slots)
+                if not finite(piece.data[i, s], self._spec.dtype)
+            }
+
+    def settle(self, first_row: int, token_ids: NDArray[np.int64], read: Callable[[int], NDArray[np.uint8]]) -> None:
+        """Judge the rows that are owed.
+
+        Args:
+            first_row: row of the first.
+            token_ids: their tokens.
+            read: gives a row that was stored, uint8 [layers, bytes of a slot].
+
+        Raises:
+            EngineError: rows that no model gives.
+        """
+        if len(token_ids) == 0:
+            return
+        self._refuse_broken(first_row, len(token_ids))
+        marks = self._marks[first_row : first_row + len(token_ids)]
+        others = token_ids[1:] != token_ids[:-1]
+        suspicious = (marks[1:] == marks[:-1]).any(axis=0) | (marks == 0).any(axis=0)
+        for slot in np.flatnonzero(suspicious).tolist():
+            self._refuse_repeated(slot, first_row, token_ids, others, read)
+        self._refuse_foreign(first_row, token_ids, read)
+
+    def _where(self, row: int, slot: int) -> str:
+        return f"position {row + self._spec.candidates.start}, layer {self._spec.layers[slot]}"
+
+    def _refuse_broken(self, first_row: int, num_rows: int) -> None:
+        broken = sorted(place for place in self._broken if first_row <= place[0] < first_row + num_rows)
+        if broken:
+            hint = " (float16 ends at 65504: take bfloat16 or float32)" if self._spec.dtype == "float16" else ""
+            raise EngineError(
+                f"{len(broken)} of {num_rows * len(self._spec.layers)} rows hold NaN or infinity, first at "
+                f"{self._where(*broken[0])}{hint}"
+            )
+
+    def _refuse_repeated(
+        self,
+        slot: int,
+        first_row: int,
+        token_ids: NDArray[np.int64],
+        others: NDArray[np.bool_],
+        read: Callable[[int], NDArray[np.uint8]],
+    ) -> None:
+        """Zero or repeated rows behind a different one; or nothing but one row for many tokens."""
+        marks = self._marks[first_row : first_row + len(token_ids), slot]
+        # rows from the first one on that isn't the same as row 0
+        changed = np.flatnonzero(marks != marks[0])
+        start = int(changed[0]) if changed.size else 0
+        if not changed.size:
+            if len(set(token_ids.tolist())) < _FEW_TOKENS:
+                return
+        elif self._spec.layers[slot] == 0:
+            return  # tokens may share an embedding, also one of zeros
+        zeros = (np.flatnonzero(marks[start:] == 0) + start).tolist()[:_MOST_COMPARED]
+        zeros = [i for i in zeros if not read(first_row + i)[slot].any()]
+        if len({int(token_ids[i]) for i in zeros}) > 1:
+            raise EngineError(f"{len(zeros)} rows are all zero, first at {self._where(first_row + zeros[0], slot)}")
+        pairs = (np.flatnonzero((marks[1:] == marks[:-1]) & others) + 1).tolist()
+        for i in [i for i in pairs if i > start][:_MOST_COMPARED]:
+            if np.array_equal(read(first_row + i)[slot], read(first_row + i - 1)[slot]):
+                raise EngineError(
+                    f"the row at {self._where(first_row + i, slot)} is the same as the one before it, which is of another token"
+                )
+
+    def _refuse_foreign(
+        self, first_row: int, token_ids: NDArray[np.int64], read: Callable[[int], NDArray[np.uint8]]
+    ) -> None:
+        slot = int(np.argmax(self._spec.layers))
+        layer = self._spec.layers[slot]
+        if layer == 0:
+            return
+        for i in {min(1, len(token_ids) - 1), len(token_ids) // 2, len(token_ids) - 1}:
+            if first_row + i + self._spec.candidates.start == 0:
+                continue  # the first token sees nothing but itself: tokens that share an embedding share this row
+            other = self._seen.note(layer, read(first_row + i)[slot], int(token_ids[i]), self._request_id)
+            if other is not None:
+                raise EngineError(
+                    f"the row at {self._where(first_row + i, slot)} is byte for byte one of request {other}, which had another "
+                    "token there"
+                )
