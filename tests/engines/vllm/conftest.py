@@ -1,6 +1,7 @@
 """Engines that the tests of this folder share: vLLM takes about 20 seconds to start."""
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
@@ -15,14 +16,8 @@ _WITHOUT_VLLM = {
 }
 
 if importlib.util.find_spec("vllm") is None:
-    collect_ignore = [
-        "test_requests.py",
-        "test_engine.py",
-        "test_speculation.py",
-        "test_plugin.py",
-        "test_parallel.py",
-        "test_faults.py",
-    ]
+    folder = Path(__file__).parent
+    collect_ignore = [path.name for path in folder.glob("test_*.py") if path.name not in _WITHOUT_VLLM]
 else:
     import running
 
