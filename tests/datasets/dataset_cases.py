@@ -33,7 +33,7 @@ def make_manifest(layout="shards", **changes: object):
     return Manifest(rows=replace(IDENTITY, **changes), layout=layout, input_name="in.jsonl")
 
 
-def make_sample(index, tokens=None, row_bytes=ROW_BYTES):
+def make_sample(index, tokens=None, row_bytes=ROW_BYTES, **more: object):
     random = np.random.default_rng(index)
     tokens = tokens or int(random.integers(1, 20))
     values = random.standard_normal((tokens, row_bytes // 4)).astype(np.float32)
@@ -45,6 +45,7 @@ def make_sample(index, tokens=None, row_bytes=ROW_BYTES):
         token_ids=random.integers(0, 1000, tokens),
         prompt_tokens=tokens,
         finish_reason="prefill",
+        **more,
     )
 
 

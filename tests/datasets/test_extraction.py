@@ -1,4 +1,5 @@
 import json
+from datetime import date
 
 import numpy as np
 import pytest
@@ -6,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from layertap import LLM
-from layertap.datasets.extraction import RunOptions, extract_dataset, make_manifest
+from layertap.datasets.extraction import RunOptions, extract_dataset, make_manifest, trained_rows
 from layertap.datasets.inputs import open_input
 from layertap.datasets.reader import open_dataset
 from layertap.datasets.writer import ShardOptions
@@ -225,3 +226,77 @@ def test_samples_of_a_set_are_plain_safetensors_for_everybody_else(llm, make_inp
     assert np.array_equal(
         tensors["hidden_states"][entry.row : entry.row + entry.tokens], ds[1]["hidden_states"].numpy()
     )
+
+
+TALK = [
+    {"role": "user", "content": "why?"},
+    {"role": "assistant", "content": "because."},
+    {"role": "user", "content": "really?"},
+    {"role": "assistant", "content": "yes."},
+]
+
+
+def test_chats_have_the_mask_of_what_the_model_would_have_said(llm, make_input, folder):
+    extract_dataset(llm, make_input([{"messages": TALK}, {"prompt": "text"}]), folder, options())
+    ds = open_dataset(folder)
+    item, text = ds
+    tokenizer = llm.get_tokenizer()
+    said = [tokenizer.decode(item["token_ids"][a:b]) for a, b in ds.entry(0).loss_mask]
+    assert said == ["because.<|end|>", "yes.<|end|>"]
+    assert item["loss_mask"].dtype == torch.bool
+    assert tokenizer.decode(item["token_ids"][item["loss_mask"]]) == "".join(said)
+    assert ds.num_trained_tokens == int(item["loss_mask"].sum())
+    assert text["loss_mask"] is None
+    assert item["positions"].tolist() == list(range(len(item["token_ids"])))
+    without = folder.with_name("without")
+    extract_dataset(llm, make_input([{"messages": TALK}]), without, options(loss_mask=False))
+    assert open_dataset(without)[0]["loss_mask"] is None
+
+
+def test_trained_positions_are_the_rows_of_the_whole_run_without_the_others(llm, make_input, folder):
+    source = make_input([{"messages": TALK}, {"prompt": "text"}, {"messages": TALK[:1]}])
+    report = extract_dataset(llm, source, folder, options(positions="trained"))
+    assert [("loss mask" in reason, "no turn" in reason) for _, reason in report.failures] == [
+        (True, False),
+        (False, True),
+    ]
+    extract_dataset(llm, make_input([{"messages": TALK}]), folder.with_name("whole"), options())
+    (item,), whole = open_dataset(folder, verify=True), open_dataset(folder.with_name("whole"))[0]
+    trained = whole["loss_mask"].nonzero().flatten().tolist()
+    kept = sorted({*trained, *(position - 1 for position in trained)})
+    assert item["positions"].tolist() == kept
+    assert item["prompt_len"] == len(whole["token_ids"])
+    assert torch.equal(item["hidden_states"], whole["hidden_states"][kept])
+    assert torch.equal(item["token_ids"], whole["token_ids"][kept])
+    assert torch.equal(item["loss_mask"], whole["loss_mask"][kept])
+
+
+@pytest.mark.parametrize(
+    ("mask", "kept", "moved"),
+    [
+        (((3, 5),), ((2, 5),), ((1, 3),)),
+        (((0, 2),), ((0, 2),), ((0, 2),)),
+        (((1, 2), (2, 4)), ((0, 4),), ((1, 2), (2, 4))),
+        (((1, 2), (3, 4)), ((0, 4),), ((1, 2), (3, 4))),
+        (((1, 2), (9, 11)), ((0, 2), (8, 11)), ((1, 2), (3, 5))),
+    ],
+)
+def test_kept_positions_of_a_mask(mask, kept, moved):
+    assert trained_rows(mask) == (kept, moved)
+
+
+def test_a_template_that_prints_the_date_gives_the_same_tokens_on_every_day(llm, make_input, folder, monkeypatch):
+    dated = "{{ strftime_now('%d %b %Y') }}" + llm.get_tokenizer().chat_template
+    monkeypatch.setattr(llm.get_tokenizer(), "chat_template", dated)
+    first = options(template_date=date(2001, 2, 3))
+    extract_dataset(llm, make_input([{"messages": CHAT}]), folder, first)
+    # another day, the same set: the date is the set's, not today's
+    extract_dataset(llm, make_input([{"messages": CHAT}, {"messages": TALK}]), folder, options())
+    texts = [llm.get_tokenizer().decode(item["token_ids"]) for item in open_dataset(folder)]
+    assert [text.startswith("03 Feb 2001") for text in texts] == [True, True]
+    with pytest.raises(OptionError, match="options.template_date"):
+        extract_dataset(llm, make_input([{"messages": CHAT}]), folder, options(template_date=date(2001, 2, 4)))
+    extract_dataset(llm, make_input([{"messages": CHAT}]), folder.with_name("today"), options())
+    today = open_dataset(folder.with_name("today"))
+    text = llm.get_tokenizer().decode(today[0]["token_ids"])
+    assert text.startswith(date.fromisoformat(today.manifest.rows.options["template_date"]).strftime("%d %b %Y"))

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layertap.datasets.index import PART_SUFFIX, SCHEMA, SampleEntry, encode_part, load_entries, load_lookup
+from layertap.datasets.index import PART_SUFFIX, SCHEMA, SampleEntry, encode_part, load_entries
+from layertap.datasets.lookup import load_lookup
 from layertap.errors import CorruptError, ForeignError, HiddenStatesError
 
 TEXT = st.one_of(st.none(), st.text(st.characters(codec="utf-8"), max_size=8))

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -56,6 +57,13 @@ def extract(
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(help="Dtype of the saved rows; default the compute dtype.", rich_help_panel=_RUN),
     ] = None,
+    positions: Annotated[
+        Literal["all", "trained"],
+        typer.Option(
+            help="trained: only the rows of the tokens in the loss mask, and the row before each turn.",
+            rich_help_panel=_RUN,
+        ),
+    ] = "all",
     shard_size: Annotated[str, typer.Option(help="A shard is closed at this size.", rich_help_panel=_RUN)] = "2GiB",
     shard_seconds: Annotated[
         float, typer.Option(help="A shard is closed after this time; the most that a kill costs.", rich_help_panel=_RUN)
@@ -88,6 +96,19 @@ def extract(
             rich_help_panel=_INPUT,
         ),
     ] = False,
+    loss_mask: Annotated[
+        bool,
+        typer.Option(help="Find the tokens of chats that the model would have generated.", rich_help_panel=_INPUT),
+    ] = True,
+    template_date: Annotated[
+        datetime | None,
+        typer.Option(
+            help="For chat templates that print today's date; default the day of the set's first run.",
+            formats=["%Y-%m-%d"],
+            rich_help_panel=_INPUT,
+            show_default=False,
+        ),
+    ] = None,
     engine: Annotated[Literal["transformers", "vllm"], typer.Option(rich_help_panel=_MODEL)] = "transformers",
     dtype: Annotated[
         str | None, typer.Option(help="Compute dtype; default chosen for the machine.", rich_help_panel=_MODEL)
@@ -140,6 +161,9 @@ def extract(
             layout=layout,
             save_dtype=save_dtype,
             add_generation_prompt=add_generation_prompt,
+            loss_mask=loss_mask,
+            positions=positions,
+            template_date=None if template_date is None else template_date.date(),
             check_rows=resume_check == "rows",
             shards=ShardOptions(shard_bytes=parse_bytes(shard_size), shard_seconds=shard_seconds, fsync=fsync),
         )

@@ -58,7 +58,7 @@ def _check_file(path: Path) -> bool:
 
 
 def _check_dataset(folder: Path) -> bool:
-    from layertap.datasets.index import load_lookup
+    from layertap.datasets.lookup import load_lookup
     from layertap.datasets.manifest import read_manifest
     from layertap.datasets.verify import verify_parts
 
@@ -84,11 +84,17 @@ def _drawn(path: Path, count: int, seed: int) -> "Iterator[SampleView]":
 
     from layertap.datasets.inspection import view_file, view_sample
     from layertap.datasets.reader import open_dataset
+    from layertap.errors import OptionError
 
     if not path.is_dir():
         yield view_file(path)
         return
-    total = len(open_dataset(path))
+    ds = open_dataset(path)
+    if ds.manifest.rows.options.get("positions", "all") != "all":
+        raise OptionError(
+            f"{path}: holds trained positions only; the tokens between aren't in it, so its rows can't be computed again"
+        )
+    total = len(ds)
     for position in sorted(Random(seed).sample(range(total), min(count, total))):
         yield view_sample(path, position)
 

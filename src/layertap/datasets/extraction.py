@@ -9,19 +9,24 @@ Running it again continues: finished samples are verified by their checksums and
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass, field, replace
+from datetime import UTC, date, datetime
 from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
 
 from layertap import __version__
 from layertap.capture.layers import LayersLike, resolve_layers
 from layertap.capture.request import SAVE_DTYPES
 from layertap.datasets.conversations import ChatPrompt, TextPrompt
 from layertap.datasets.fingerprint import model_fingerprint, template_hash, tokenizer_hash
+from layertap.datasets.index import Spans
 from layertap.datasets.inputs import BrokenRecord, InputFile, InputRecord, Record
-from layertap.datasets.manifest import LAYOUTS, Layout, Manifest, RowIdentity
+from layertap.datasets.lookup import write_cache
+from layertap.datasets.manifest import LAYOUTS, Layout, Manifest, RowIdentity, read_manifest
+from layertap.datasets.masks import LossMasks
 from layertap.datasets.resume import (
-    Done,
     Prepared,
     locked_folder,
     open_records,
@@ -30,7 +35,7 @@ from layertap.datasets.resume import (
 )
 from layertap.datasets.verify import PartReport
 from layertap.datasets.writer import DatasetWriter, Sample, ShardOptions
-from layertap.errors import ExtractionError, LayertapError, OptionError
+from layertap.errors import ExtractionError, HiddenStatesError, LayertapError, OptionError, PromptError
 from layertap.llm import LLM
 from layertap.outputs import Extracted
 from layertap.prompts import Prompt, PromptReader
@@ -48,6 +53,12 @@ class RunOptions:
     """Dtype of the saved rows; default the compute dtype."""
     add_generation_prompt: bool = False
     """End each chat with the header of the assistant's next turn."""
+    loss_mask: bool = True
+    """Find the trained tokens of each chat; a chat whose turns can't be told fails."""
+    positions: Literal["all", "trained"] = "all"
+    """`trained`: keep only the rows of trained tokens, and the row before each run of them, which predicts its first."""
+    template_date: date | None = None
+    """What chat templates that print today's date get; default the date of the set's first run."""
     shards: ShardOptions = field(default_factory=ShardOptions)
     check_rows: bool = True
     """Check all rows of finished samples before going on; otherwise only index, headers and sizes."""
@@ -57,6 +68,10 @@ class RunOptions:
             raise OptionError(f"layout: {self.layout!r} is none of {', '.join(LAYOUTS)}")
         if self.save_dtype is not None and self.save_dtype not in SAVE_DTYPES:
             raise OptionError(f"save_dtype: {self.save_dtype!r} is none of {', '.join(SAVE_DTYPES)}")
+        if self.positions not in ("all", "trained"):
+            raise OptionError(f"positions: {self.positions!r} is none of all, trained")
+        if self.positions == "trained" and not self.loss_mask:
+            raise OptionError("positions: 'trained' needs loss masks; leave loss_mask on")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,6 +130,7 @@ def extract_dataset(
         StoreFullError: the disk is full. Finished samples are kept, as after every other error.
     """
     folder = Path(folder).absolute()
+    options = replace(options, template_date=options.template_date or _known_date(folder))
     manifest = make_manifest(llm, source, options)
     report = RunReport(folder=folder)
     started = time.monotonic()
@@ -128,7 +144,23 @@ def extract_dataset(
             _run(llm, source, options, prepared, report, should_stop)
         finally:
             report.seconds = time.monotonic() - started
+        _leave_lookup(folder, prepared.manifest.id)
     return report
+
+
+def _known_date(folder: Path) -> date | None:
+    """The date that the set's first run gave to its template."""
+    try:
+        known = read_manifest(folder).rows.options.get("template_date")
+    except HiddenStatesError:
+        return None  # whatever is wrong is said when the folder is made ready
+    return None if known is None else date.fromisoformat(known)
+
+
+def _leave_lookup(folder: Path, dataset_id: str) -> None:
+    # opening is slower without it, nothing else
+    with contextlib.suppress(OSError, HiddenStatesError):
+        write_cache(folder, dataset_id)
 
 
 def make_manifest(llm: LLM, source: InputFile, options: RunOptions) -> Manifest:
@@ -156,6 +188,9 @@ def make_manifest(llm: LLM, source: InputFile, options: RunOptions) -> Manifest:
         engine_version=info.engine_version,
         options={
             "add_generation_prompt": options.add_generation_prompt,
+            "loss_mask": options.loss_mask,
+            "positions": options.positions,
+            "template_date": _template_date(tokenizer, options),
             "input_format": source.format,
             "field": source.field,
             "text_unit": source.text_unit if source.format == "text" else None,
@@ -170,6 +205,21 @@ def make_manifest(llm: LLM, source: InputFile, options: RunOptions) -> Manifest:
     return Manifest(rows=identity, layout=options.layout, input_name=source.path.name, made_by=made_by)
 
 
+def _template_date(tokenizer: Any, options: RunOptions) -> str | None:
+    """The date that the chat template prints; None where it prints none."""
+    if "strftime_now" not in str(getattr(tokenizer, "chat_template", None)):
+        return None
+    return (options.template_date or date.today()).isoformat()
+
+
+def template_kwargs(manifest: Manifest) -> dict[str, Any]:
+    """What the chat template is given beside the chat: a clock that stands still, so that no day has other tokens."""
+    known = manifest.rows.options.get("template_date")
+    if known is None:
+        return {}
+    return {"strftime_now": datetime.fromisoformat(known).strftime}
+
+
 def _run(
     llm: LLM,
     source: InputFile,
@@ -179,36 +229,71 @@ def _run(
     should_stop: Callable[[], bool],
 ) -> None:
     with DatasetWriter(report.folder, prepared.manifest, options.shards) as writer:
-        feed = _Feed(llm, source, options, prepared.done, report, writer, should_stop)
+        feed = _Feed(llm, source, options, prepared, report, writer, should_stop)
         results = llm.extract(iter(feed), layers=prepared.manifest.rows.layers, save_dtype=options.save_dtype)
         try:
-            with contextlib.closing(results):  # type: ignore[type-var]
+            with contextlib.closing(results):
                 for result in results:
-                    _add(writer, feed.running.pop(result.index), result, report)
+                    record, mask = feed.running.pop(result.index)
+                    _add(writer, record, mask, result, report, options.positions)
         except ExtractionError as exc:
             for number, reason in exc.failures:
-                feed.fail(feed.running.pop(number), reason)
+                feed.fail(feed.running.pop(number)[0], reason)
 
 
-def _add(writer: DatasetWriter, record: InputRecord, result: Extracted, report: RunReport) -> None:
+def _add(
+    writer: DatasetWriter,
+    record: InputRecord,
+    mask: Spans | None,
+    result: Extracted,
+    report: RunReport,
+    positions: str,
+) -> None:
     kept = result.result
     if kept.rows is None:
         raise TypeError("rows that were to be kept in memory went to a file")
     rows = kept.rows.reshape(len(kept.token_ids), -1)
+    token_ids = kept.token_ids
+    spans: Spans | None = None
+    if positions == "trained" and mask is not None:
+        spans, mask = trained_rows(mask)
+        chosen = np.concatenate([np.arange(start, end) for start, end in spans])
+        rows, token_ids = rows[chosen], token_ids[chosen]
     writer.add(
         Sample(
             index=record.index,
             source_hash=record.source_hash,
             sample_id=record.sample_id,
             rows=rows,
-            token_ids=kept.token_ids,
+            token_ids=token_ids,
             prompt_tokens=kept.info.prompt_len,
             finish_reason=kept.info.facts.get("finish_reason", "prefill"),
+            loss_mask=mask,
+            positions=spans,
         )
     )
     report.num_samples += 1
-    report.num_tokens += len(kept.token_ids)
+    report.num_tokens += len(token_ids)
     report.num_bytes += rows.nbytes
+
+
+def trained_rows(mask: Spans) -> tuple[Spans, Spans]:
+    """Say which positions are kept for a mask, and where its spans are among the kept rows.
+
+    Kept are the trained tokens and the position before each run of them, whose row predicts the first of the run.
+    """
+    kept: list[tuple[int, int]] = []
+    moved: list[tuple[int, int]] = []
+    num_rows = 0
+    for start, end in mask:
+        first = max(start - 1, kept[-1][1] if kept else 0)
+        if kept and kept[-1][1] == first:
+            kept[-1] = (kept[-1][0], end)
+        else:
+            kept.append((first, end))
+        num_rows += end - first
+        moved.append((num_rows - (end - start), num_rows))
+    return tuple(kept), tuple(moved)
 
 
 class _Feed:
@@ -219,20 +304,28 @@ class _Feed:
         llm: LLM,
         source: InputFile,
         options: RunOptions,
-        done: Done,
+        prepared: Prepared,
         report: RunReport,
         writer: DatasetWriter,
         should_stop: Callable[[], bool],
     ) -> None:
-        self.running: dict[int, InputRecord] = {}
-        """By the place in what the engine was given."""
+        self.running: dict[int, tuple[InputRecord, Spans | None]] = {}
+        """Records and their masks, by the place in what the engine was given."""
         self._source = source
         self._options = options
-        self._done = done
+        self._done = prepared.done
         self._report = report
         self._writer = writer
         self._should_stop = should_stop
-        self._prompts = PromptReader(llm.info, llm.get_tokenizer())
+        tokenizer = llm.get_tokenizer()
+        self._prompts = PromptReader(llm.info, tokenizer)
+        self._template_kwargs = template_kwargs(prepared.manifest)
+        has_masks = options.loss_mask and getattr(tokenizer, "chat_template", None) is not None
+        self._masks = (
+            LossMasks(tokenizer, eos_token_ids=llm.info.eos_token_ids, template_kwargs=self._template_kwargs)
+            if has_masks
+            else None
+        )
 
     def __iter__(self) -> Iterator[Prompt]:
         place = 0
@@ -244,11 +337,11 @@ class _Feed:
                 self.fail(record, str(record.error))
                 continue
             try:
-                prompt = self._tokenized(record)
+                prompt, mask = self._tokenized(record)
             except LayertapError as exc:
                 self.fail(record, f"{record.where}: {exc}")
                 continue
-            self.running[place] = record
+            self.running[place] = record, mask
             place += 1
             yield prompt
 
@@ -269,15 +362,30 @@ class _Feed:
             yield record
         self._report.num_skipped = len(self._done)
 
-    def _tokenized(self, record: InputRecord) -> Prompt:
+    def _tokenized(self, record: InputRecord) -> tuple[Prompt, Spans | None]:
         prompt = record.prompt
         if isinstance(prompt, ChatPrompt):
-            return self._prompts.chat(
-                prompt.messages,
-                tools=prompt.tools,
-                add_generation_prompt=self._options.add_generation_prompt,
-                room=0,
-            )
+            return self._tokenized_chat(prompt)
+        if self._options.positions == "trained":
+            raise PromptError("positions 'trained' takes chats only: a prompt that isn't one has no loss mask")
         if isinstance(prompt, TextPrompt):
-            return self._prompts.read({"prompt": prompt.text})
-        return self._prompts.read({"prompt_token_ids": list(prompt.token_ids)})
+            return self._prompts.read({"prompt": prompt.text}), None
+        return self._prompts.read({"prompt_token_ids": list(prompt.token_ids)}), None
+
+    def _tokenized_chat(self, chat: ChatPrompt) -> tuple[Prompt, Spans | None]:
+        add_generation_prompt = self._options.add_generation_prompt
+        prompt = self._prompts.chat(
+            chat.messages,
+            tools=chat.tools,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=self._template_kwargs,
+            room=0,
+        )
+        if self._masks is None or prompt.text is None:
+            return prompt, None
+        spans = self._masks.spans(
+            prompt.text, prompt.token_ids, chat.messages, chat.tools, add_generation_prompt=add_generation_prompt
+        )
+        if self._options.positions == "trained" and not spans:
+            raise PromptError("positions 'trained': the chat has no turn of the assistant, so there is nothing to keep")
+        return prompt, tuple(spans)

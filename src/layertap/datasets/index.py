@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -37,11 +37,12 @@ SCHEMA = pa.schema(
         pa.field("source_hash", pa.string(), nullable=False),
         pa.field("checksum", pa.string()),  # over row digests and token ids
         pa.field("error", pa.string()),  # why the sample failed
-        pa.field("loss_mask", SPANS),  # reserved: half-open spans of trained tokens
-        pa.field("positions", SPANS),  # reserved: spans of kept rows, where not all were kept
+        pa.field("loss_mask", SPANS),  # rows of trained tokens; null: the sample has no mask
+        pa.field("positions", SPANS),  # positions of the rows; null: all, from 0
     ]
 )
-LOOKUP_COLUMNS = ("index", "file", "row", "tokens", "prompt_tokens")
+LOOKUP_COLUMNS = ("index", "file", "row", "tokens", "prompt_tokens", "loss_mask", "positions")
+Spans: TypeAlias = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,10 @@ class SampleEntry:
     finish_reason: str | None = None
     checksum: str | None = None
     error: str | None = None
+    loss_mask: Spans | None = None
+    """Half-open spans of rows whose tokens are trained; None: the sample has no mask."""
+    positions: Spans | None = None
+    """Half-open spans of the positions of the rows; None: all, from 0."""
 
 
 def encode_part(entries: Sequence[SampleEntry], dataset_id: str) -> bytes:
@@ -65,8 +70,11 @@ def encode_part(entries: Sequence[SampleEntry], dataset_id: str) -> bytes:
     columns: dict[str, list[Any]] = {
         name: [getattr(entry, name) for entry in entries] for name in SampleEntry.__dataclass_fields__
     }
-    nothing = [None] * len(entries)
-    table = pa.table({**columns, "loss_mask": nothing, "positions": nothing}, schema=SCHEMA)
+    for name in ("loss_mask", "positions"):
+        columns[name] = [
+            None if spans is None else [{"start": start, "end": end} for start, end in spans] for spans in columns[name]
+        ]
+    table = pa.table(columns, schema=SCHEMA)
     facts = {
         "format_version": FORMAT_VERSION,
         "dataset": dataset_id,
@@ -108,69 +116,38 @@ def part_paths(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob(f"*/*{PART_SUFFIX}") if not path.name.startswith("."))
 
 
-@dataclass(frozen=True, slots=True)
-class Lookup:
-    """Where each sample is, sorted by input index; columns of equal length."""
-
-    index: NDArray[np.int64]
-    file: NDArray[np.int32]
-    """A number in `files`."""
-    row: NDArray[np.int64]
-    tokens: NDArray[np.int32]
-    prompt_tokens: NDArray[np.int32]
-    part: NDArray[np.int32]
-    """A number in `parts`."""
-    line: NDArray[np.int32]
-    """The line in that part."""
-    files: list[str]
-    parts: list[Path]
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-
-def load_lookup(folder: Path, dataset_id: str) -> Lookup:
-    """Read what is needed to find samples. An input that failed in one run and was done in a later one counts as done.
-
-    Raises:
-        CorruptError: a part is damaged, or a sample stands in the index twice.
-        ForeignError: a part belongs to another set.
-    """
-    parts = part_paths(folder)
-    files: dict[str, int] = {}
-    blocks: dict[str, list[NDArray[Any]]] = {name: [] for name in (*LOOKUP_COLUMNS, "part", "line")}
-    for number, path in enumerate(parts):
-        table = read_part(path, dataset_id, LOOKUP_COLUMNS)
-        names = table.column("file").combine_chunks().dictionary_encode()
-        codes = names.indices.to_numpy(zero_copy_only=False)
-        done = np.flatnonzero(table.column("file").is_valid().to_numpy())
-        known = np.array([files.setdefault(name, len(files)) for name in names.dictionary.to_pylist()], np.int32)
-        blocks["file"].append(known[codes[done].astype(np.int64)] if len(done) else np.empty(0, np.int32))
-        for name in ("index", "row", "tokens", "prompt_tokens"):
-            blocks[name].append(table.column(name).to_numpy()[done])
-        blocks["part"].append(np.full(len(done), number, np.int32))
-        blocks["line"].append(done.astype(np.int32))
-    joined = {name: np.concatenate(arrays) if arrays else np.empty(0, np.int64) for name, arrays in blocks.items()}
-    order = np.argsort(joined["index"], kind="stable")
-    joined = {name: array[order] for name, array in joined.items()}
-    twice = np.flatnonzero(joined["index"][1:] == joined["index"][:-1])
-    if len(twice):
-        at = int(twice[0])
-        places = " and ".join(str(parts[joined["part"][line]].name) for line in (at, at + 1))
-        raise CorruptError(f"{folder}: sample {joined['index'][at]} stands in the index twice ({places})")
-    return Lookup(**joined, files=list(files), parts=parts)  # type: ignore[arg-type]
-
-
 def load_entries(path: Path, dataset_id: str) -> list[SampleEntry]:
     """Read one part in full."""
     names = list(SampleEntry.__dataclass_fields__)
-    return [SampleEntry(**row) for row in read_part(path, dataset_id, names).to_pylist()]
+    rows = read_part(path, dataset_id, names).to_pylist()
+    for row in rows:
+        for name in ("loss_mask", "positions"):
+            if row[name] is not None:
+                row[name] = tuple((span["start"], span["end"]) for span in row[name])
+    return [SampleEntry(**row) for row in rows]
+
+
+def span_arrays(column: pa.ChunkedArray) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return a column of spans as arrays: how many each line has (-1: null), and [start, end] of all."""
+    joined = column.combine_chunks()
+    counts = joined.value_lengths().fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int32)
+    values = joined.flatten()
+    ends = [values.field(name).to_numpy(zero_copy_only=False).astype(np.int32) for name in ("start", "end")]
+    return counts, np.stack(ends, axis=1)
 
 
 def _digest(column: pa.ChunkedArray) -> str:
     """Digest the values of a column, whatever its chunks and buffers look like."""
     if pa.types.is_integer(column.type) and column.null_count == 0:
         content = column.to_numpy().astype("<i8").tobytes()
+    elif column.type == SPANS:
+        counts, spans = span_arrays(column)
+        content = counts.astype("<i8").tobytes() + spans.astype("<i8").tobytes()
     else:
-        content = json.dumps(column.to_pylist(), separators=(",", ":")).encode()
+        # each distinct value is spelled once: the names of files are few
+        coded = column.combine_chunks().dictionary_encode()
+        spelled = [json.dumps(value) for value in coded.dictionary.to_pylist()]
+        codes = coded.indices.fill_null(len(spelled)).to_numpy(zero_copy_only=False).tolist()
+        spelled.append("null")
+        content = f"[{','.join([spelled[code] for code in codes])}]".encode()
     return str(xxhash.xxh3_128_hexdigest(content))

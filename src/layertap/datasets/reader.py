@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from layertap.datasets.index import Lookup, SampleEntry, load_entries, load_lookup
+from layertap.datasets.index import SampleEntry, load_entries
+from layertap.datasets.lookup import Lookup, load_lookup
 from layertap.datasets.manifest import Manifest, read_manifest
 from layertap.datasets.shards import MappedShard
 from layertap.datasets.writer import file_info
@@ -39,6 +40,10 @@ class DatasetItem(TypedDict):
     token_ids: "torch.Tensor"
     """[tokens] int64."""
     prompt_len: int
+    loss_mask: "torch.Tensor | None"
+    """[tokens] bool: the tokens that the model itself would have generated; None where the sample has no mask."""
+    positions: "torch.Tensor"
+    """[tokens] int64: where in the sequence the rows stand; 0, 1, ... unless only some were kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,7 @@ def open_dataset(path: str | Path, *, verify: bool = False) -> "Dataset":
     """
     folder = Path(path).absolute()
     manifest = read_manifest(folder)
-    return Dataset(folder, manifest, load_lookup(folder, manifest.id), verify=verify)
+    return Dataset(folder, manifest, load_lookup(folder, manifest.id, use_cache=True), verify=verify)
 
 
 class Dataset(Sequence[DatasetItem]):
@@ -170,6 +175,8 @@ class Dataset(Sequence[DatasetItem]):
             hidden_states=rows.view(len(token_ids), len(self.layers), self.hidden_size),
             token_ids=torch.from_numpy(token_ids),
             prompt_len=int(self._lookup.prompt_tokens[at]),
+            loss_mask=None if (mask := self._loss_mask(at)) is None else torch.from_numpy(mask),
+            positions=torch.from_numpy(self._positions(at)),
         )
 
     def raw(self, position: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
@@ -180,6 +187,22 @@ class Dataset(Sequence[DatasetItem]):
             self._check(at, shard)
         row, tokens = int(self._lookup.row[at]), int(self._lookup.tokens[at])
         return shard.rows(row, tokens), shard.token_ids(row, tokens)
+
+    def loss_mask(self, position: int) -> NDArray[np.bool_] | None:
+        """Return which tokens of a sample are trained, or None where it has no mask."""
+        return self._loss_mask(self._at(position))
+
+    def positions(self, position: int) -> NDArray[np.int64]:
+        """Return where in the sequence the rows of a sample stand."""
+        return self._positions(self._at(position))
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Trained tokens of all samples that have a mask."""
+        column = self._lookup.loss_mask
+        lengths = np.concatenate([[0], np.cumsum(column.spans[:, 1] - column.spans[:, 0], dtype=np.int64)])
+        chosen = self._selection
+        return int((lengths[column.offsets[chosen + 1]] - lengths[column.offsets[chosen]]).sum())
 
     def __iter__(self) -> Iterator[DatasetItem]:
         return (self[position] for position in range(len(self)))
@@ -201,6 +224,30 @@ class Dataset(Sequence[DatasetItem]):
         if not -len(self) <= number < len(self):
             raise IndexError(f"sample {number} of a data set of {len(self)}")
         return int(self._selection[number])
+
+    def _loss_mask(self, at: int) -> NDArray[np.bool_] | None:
+        spans = self._lookup.loss_mask.get(at)
+        if spans is None:
+            return None
+        tokens = int(self._lookup.tokens[at])
+        mask = np.zeros(tokens, np.bool_)
+        for start, end in spans.tolist():
+            if not 0 <= start < end <= tokens:
+                raise CorruptError(f"{self.folder}: sample {self._lookup.index[at]}: loss mask [{start}, {end}]")
+            mask[start:end] = True
+        return mask
+
+    def _positions(self, at: int) -> NDArray[np.int64]:
+        spans = self._lookup.positions.get(at)
+        tokens = int(self._lookup.tokens[at])
+        if spans is None:
+            return np.arange(tokens)
+        found = np.concatenate([np.empty(0, np.int64), *(np.arange(start, end) for start, end in spans.tolist())])
+        if len(found) != tokens:
+            raise CorruptError(
+                f"{self.folder}: sample {self._lookup.index[at]}: {len(found)} positions of {tokens} rows in the index"
+            )
+        return found
 
     def _part(self, number: int) -> list[SampleEntry]:
         if number not in self._entries:

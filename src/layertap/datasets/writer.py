@@ -26,7 +26,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from layertap.datasets.index import PART_SUFFIX, SampleEntry, encode_part
+from layertap.datasets.index import PART_SUFFIX, SampleEntry, Spans, encode_part
 from layertap.datasets.manifest import Manifest
 from layertap.datasets.shards import ShardWriter
 from layertap.errors import OptionError, StoreFullError
@@ -72,6 +72,10 @@ class Sample:
     token_ids: NDArray[np.int64]
     prompt_tokens: int
     finish_reason: str
+    loss_mask: Spans | None = None
+    """Half-open spans of rows whose tokens are trained; None: no mask."""
+    positions: Spans | None = None
+    """Half-open spans of the positions of the rows; None: all, from 0."""
 
 
 @dataclass(slots=True)
@@ -221,6 +225,8 @@ class DatasetWriter:
             prompt_tokens=sample.prompt_tokens,
             finish_reason=sample.finish_reason,
             checksum=checksum,
+            loss_mask=sample.loss_mask,
+            positions=sample.positions,
         )
 
     def _open_part(self) -> _Part:
