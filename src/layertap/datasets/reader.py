@@ -129,6 +129,11 @@ class Dataset(Sequence[DatasetItem]):
         return [self._lookup.files[number] for number in np.unique(self._lookup.file[self._selection])]
 
     @property
+    def file_numbers(self) -> NDArray[np.int32]:
+        """For each sample a number of the file that holds it; samples of one file have the same."""
+        return self._lookup.file[self._selection]
+
+    @property
     def failures(self) -> list[Failure]:
         """The inputs that have no sample, with the reason that was last on record."""
         failed: dict[int, Failure] = {}
