@@ -251,6 +251,9 @@ def test_a_replaced_file_isnt_handed_out_under_the_old_id(make_llm, tmp_path):
         def shipped(self, name):
             return None
 
+        def ended(self, name):
+            return None
+
         def note_fetched(self, name): ...
 
         def note_deleted(self, num_bytes): ...

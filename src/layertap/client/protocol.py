@@ -136,26 +136,33 @@ class Protocol:
                 or found.with_name(found.name + ".error").exists()
             ):
                 return cast(Loaded, (yield Call(lambda: read_file(path, timeout=timeout))))
-        yield from self.wait(handle, timeout)
         with TemporaryFile() as file:
-            yield from self._download(_name(handle), file)
+            yield from self._download(_name(handle), file, timeout)
             return cast(Loaded, (yield Call(lambda: read_open_file(file.fileno(), _name(handle)))))
 
-    def _download(self, name: str, file: Any) -> Steps[None]:
-        """Get the file, going on where a connection broke as long as it is the same file."""
+    def _download(self, name: str, file: Any, timeout: float) -> Steps[None]:
+        """Wait for the file and get it, going on where a connection broke as long as it is the same file."""
         etag: str | None = None
         pause = _FIRST_PAUSE_SECONDS
-        for attempt in range(self._retries + 1):
+        deadline = time.monotonic() + timeout
+        attempt = 0
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            waited = {"wait": f"{min(left, _WAIT_SECONDS):.3f}"}
             headers = {"accept-encoding": "identity"}
             start = file.tell()
             if etag is not None:
                 headers |= {"range": f"bytes={start}-", "if-match": etag}
-            answer = yield Send("GET", f"/v1/hidden_states/{name}", headers=headers, into=file)
+            answer = yield Send("GET", f"/v1/hidden_states/{name}", headers=headers, params=waited, into=file)
             broken: Exception | None
             if isinstance(answer, httpx.TransportError):
                 broken = answer
             elif answer.status_code in _RETRIED_STATUS:
                 broken = error_of(answer)
+            elif answer.status_code == 202:
+                if left <= 0:
+                    raise WaitTimeoutError(f"{name}: still being written after {timeout:g} s", request_id=name)
+                continue
             elif answer.status_code == 412 or (answer.status_code == 200 and start):
                 broken = HiddenStatesError(f"{name}: the file was replaced while it was read")
                 file.seek(0)
@@ -168,8 +175,9 @@ class Protocol:
                 if broken is None:
                     file.flush()
                     return
-            if attempt == self._retries:
-                raise TornError(f"{name}: the transfer broke off {attempt + 1} times: {broken}", request_id=name)
+            attempt += 1
+            if attempt > self._retries:
+                raise TornError(f"{name}: the transfer broke off {attempt} times: {broken}", request_id=name)
             yield Sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE_SECONDS)
 

@@ -38,6 +38,7 @@ class Entry:
         kind: of the failure: "aborted", "disk", "rows", "engine".
         fetched: it was delivered in whole over HTTP.
         url: where it is in object storage.
+        done: resolved once it is ready or has failed.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Entry:
     kind: str | None = None
     fetched: bool = False
     url: str | None = None
+    done: "Future[None]" = field(default_factory=Future)
 
 
 @dataclass(slots=True)
@@ -98,6 +100,7 @@ class Book:
                 self._note_ready(entry, done.result())
             else:
                 self._note_failed(entry, error)
+        entry.done.set_result(None)
         if self.on_ready is not None and entry.state == "ready":
             self.on_ready(entry)
         if self.on_settled is not None:

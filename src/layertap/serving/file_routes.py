@@ -62,10 +62,19 @@ def file_routes(desk: FileDesk, *, allow_delete: bool) -> APIRouter:
 
     async def answer(name: str, request: Request, wait: float) -> Response:
         caller: Caller = request.state.caller
-        found = await _look(desk, name, caller, wait)
-        if found.state != "ready":
-            return _not_ready(found)
-        return await asyncio.to_thread(_file_answer, desk, found, request)
+        deadline = asyncio.get_running_loop().time() + wait
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            found, response = await asyncio.to_thread(_look, desk, name, caller, request)
+            left = deadline - asyncio.get_running_loop().time()
+            if found.state != "writing" or left <= 0:
+                return response if response is not None else _not_ready(found)
+            ended = None if desk.known is None else desk.known.ended(name)
+            if ended is None:  # another process writes it: look again
+                await asyncio.sleep(min(pause, left))
+                pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+            else:
+                await asyncio.wait([asyncio.wrap_future(ended)], timeout=left)
 
     wait_query = Query(ge=0, le=MAX_WAIT_SECONDS, description="Seconds to wait for a file that is being written.")
 
@@ -95,27 +104,24 @@ def file_routes(desk: FileDesk, *, allow_delete: bool) -> APIRouter:
             raise ApiError(
                 403, "this server's files are read-only; its option --allow-delete changes that", code="read_only"
             )
-        found = await asyncio.to_thread(desk.look, name, request.state.caller)
-        if found.state == "missing":
-            raise _unknown()
-        if found.state == "writing" or not await asyncio.to_thread(desk.remove, found):
-            raise ApiError(409, "it is being written or read; try again later", code="busy")
+        await asyncio.to_thread(_remove, desk, name, request.state.caller)
         return Response(status_code=204)
 
     return router
 
 
-async def _look(desk: FileDesk, name: str, caller: Caller, wait: float) -> FileState:
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + wait
-    pause = _FIRST_PAUSE_SECONDS
-    while True:
-        found = await asyncio.to_thread(desk.look, name, caller)
-        left = deadline - loop.time()
-        if found.state != "writing" or left <= 0:
-            return found
-        await asyncio.sleep(min(pause, left))
-        pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+def _look(desk: FileDesk, name: str, caller: Caller, request: Request) -> tuple[FileState, Response | None]:
+    """Find a file and open it, in one go on one thread."""
+    found = desk.look(name, caller)
+    return found, _file_answer(desk, found, request) if found.state == "ready" else None
+
+
+def _remove(desk: FileDesk, name: str, caller: Caller) -> None:
+    found = desk.look(name, caller)
+    if found.state == "missing":
+        raise _unknown()
+    if found.state == "writing" or not desk.remove(found):
+        raise ApiError(409, "it is being written or read; try again later", code="busy")
 
 
 def _unknown() -> ApiError:
@@ -182,6 +188,14 @@ def _open_answer(desk: FileDesk, found: FileState, request: Request, fd: int) ->
     if request.method == "HEAD":
         os.close(fd)
         return Response(status_code=status, headers=headers)
+    if span.end - span.start <= _CHUNK_BYTES:
+        body = os.pread(fd, span.end - span.start, span.start)
+        os.close(fd)
+        if len(body) == span.end - span.start:
+            if span.end == size and desk.known is not None:
+                desk.known.note_fetched(found.name)
+            return Response(body, status_code=status, headers=headers)
+        raise ApiError(500, "the file was cut off while it was read", code="store_error")
     return _FileAnswer(desk, found.name, fd, span, whole=span.end == size, status=status, headers=headers)
 
 

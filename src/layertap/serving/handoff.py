@@ -5,6 +5,7 @@ The state is read from the store itself (the file, its lock, its error twin), so
 """
 
 import contextlib
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -53,6 +54,9 @@ class Known(Protocol):
 
     def shipped(self, name: str) -> str | None:
         """The URL of a file that went to object storage."""
+
+    def ended(self, name: str) -> "Future[None] | None":
+        """Resolved once the capture of an id has ended; None where that isn't known."""
 
     def note_fetched(self, name: str) -> None:
         """The file was delivered in whole."""

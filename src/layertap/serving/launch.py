@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,6 +116,8 @@ def serve(options: ServeOptions) -> None:
     engine_options = _engine_options(options.engine_options)
     if not is_loopback(options.host) and not options.settings.api_keys:
         logger.warning("listening on %s without --api-key: everybody who reaches it may use it", options.host)
+    # the engine's thread computes all the time: let the event loop in more often than every 5 ms
+    sys.setswitchinterval(0.001)
     claimed = bind(options.host, options.port)
     address = f"http://{options.host}:{claimed.getsockname()[1]}"
     with contextlib.closing(claimed):

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 from layertap.frontend import Frontend, Request
@@ -154,6 +155,10 @@ class _Known:
     def shipped(self, name: str) -> str | None:
         entry = self._state.book.get(name)
         return None if entry is None else entry.url
+
+    def ended(self, name: str) -> "Future[None] | None":
+        entry = self._state.book.get(name)
+        return None if entry is None else entry.done
 
     def note_fetched(self, name: str) -> None:
         self._state.book.note_fetched(name)

@@ -10,6 +10,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,9 @@ class _Places:
         return None
 
     def shipped(self, name: str) -> str | None:
+        return None
+
+    def ended(self, name: str) -> "Future[None] | None":
         return None
 
     def note_fetched(self, name: str) -> None:

@@ -1,0 +1,147 @@
+"""How fast does a client have the rows of its answer in hand, and does the server stay flat under load?
+
+A real server process with a tiny model, so that the server is measured and not the model. Closed loop: each of N clients asks (64
+prompt tokens, 16 generated, include_output_tokens, layers 1, 2, 4), gets its answer, fetches the file and checks every byte, asks
+again. Two numbers matter: the p50 of the answer (generation, which is queueing once N exceeds what the engine runs at once), and
+the p99 of the hand-over: from the answer in the client to verified rows in the client. By path on one machine, and by HTTP.
+
+A last round has readers that take ten times as long as the server needs: nothing may grow but the number of files.
+
+Run as: python benchmarks/serving.py [--seconds 10] [--clients 1,8,64,256]
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from layertap.client import AsyncHiddenStatesClient
+from layertap.testing import zoo
+
+PROMPT = list(range(8, 72))
+BODY = {
+    "max_tokens": 16,
+    "ignore_eos": True,
+    "return_token_ids": True,
+    "kv_transfer_params": {"include_output_tokens": True},
+}
+
+
+def start(checkpoint, storage):
+    """A server; returns its process and address."""
+    command = [
+        sys.executable, "-c", "from layertap.cli import main; main()", "serve", str(checkpoint), "--port", "0", "--layers",
+        "1,2,4", "--storage", str(storage), "--ttl-seconds", "30", "--min-free-bytes", "0", "--allow-delete",
+        "--max-num-seqs", "64",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    for line in process.stderr:
+        if " serving " in line:
+            return process, line.split()[-1]
+    raise SystemExit("the server didn't start")
+
+
+def resident_mib(pid):
+    """Memory of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def quantile(values, part):
+    """Of a list that isn't empty."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(part * len(ordered)))]
+
+
+async def one_client(client, until, answers, handovers, errors, pause):
+    while time.monotonic() < until:
+        try:
+            began = time.monotonic()
+            answer = await client.complete(PROMPT, **BODY)
+            answered = time.monotonic()
+            (choice,) = answer["choices"]
+            await asyncio.sleep(pause)
+            loading = time.monotonic()
+            loaded = await client.fetch_raw(choice)
+            done = time.monotonic()
+            if loaded.token_ids.tolist() != (choice["prompt_token_ids"] + choice["token_ids"])[:-1]:
+                raise ValueError("the file isn't of this request")
+            answers.append(answered - began)
+            handovers.append(done - loading if pause else done - answered)
+            await client.delete(choice)
+        except Exception as exc:  # noqa: BLE001 - whatever it is, it is counted and shown
+            errors.append(f"{type(exc).__name__}: {exc}")
+
+
+async def measure(url, pid, num_clients, seconds, local, pause=0.0):
+    answers, handovers, errors = [], [], []
+    async with AsyncHiddenStatesClient(url, local=local) as client:
+        before = resident_mib(pid)
+        began = time.monotonic()
+        until = began + seconds
+        await asyncio.gather(
+            *(one_client(client, until, answers, handovers, errors, pause) for _ in range(num_clients))
+        )
+        took = time.monotonic() - began
+    return {
+        "clients": num_clients,
+        "by": "path" if local else "http",
+        "slow_readers": pause > 0,
+        "requests": len(answers),
+        "errors": len(errors),
+        "first_error": errors[0] if errors else None,
+        "requests_per_second": round(len(answers) / took, 1),
+        "answer_p50_ms": round(1e3 * quantile(answers, 0.5), 1),
+        "answer_p99_ms": round(1e3 * quantile(answers, 0.99), 1),
+        "handover_p50_ms": round(1e3 * quantile(handovers, 0.5), 1),
+        "handover_p99_ms": round(1e3 * quantile(handovers, 0.99), 1),
+        "server_mib_before": round(before),
+        "server_mib_after": round(resident_mib(pid)),
+    }
+
+
+def main():
+    """Run all rounds."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--clients", default="1,8,64,256")
+    options = parser.parse_args()
+    counts = [int(count) for count in options.clients.split(",")]
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        process, url = start(zoo.save("llama", Path(folder)), Path(folder) / "store")
+        results = []
+        try:
+            asyncio.run(measure(url, process.pid, max(counts), 3.0, local=True))  # warm-up
+            for local in (True, False):
+                for count in counts:
+                    results.append(asyncio.run(measure(url, process.pid, count, options.seconds, local)))
+                    report(results[-1])
+            slow = asyncio.run(measure(url, process.pid, 64, options.seconds, local=False, pause=1.0))
+            results.append(slow)
+            report(slow)
+        finally:
+            process.terminate()
+            process.wait(120)
+    machine = {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
+    print(json.dumps({"benchmark": "serving", **machine, "seconds": options.seconds, "rounds": results}))
+
+
+def report(row):
+    """One line a round."""
+    print(
+        f"{row['clients']:4d} clients by {row['by']}{' (slow readers)' if row['slow_readers'] else ''}: "
+        f"{row['requests_per_second']:7.1f} requests/s, answer p50 {row['answer_p50_ms']:8.1f} ms, hand-over p50 "
+        f"{row['handover_p50_ms']:6.1f} ms, p99 {row['handover_p99_ms']:6.1f} ms, errors {row['errors']}, server "
+        f"{row['server_mib_before']} to {row['server_mib_after']} MiB",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
