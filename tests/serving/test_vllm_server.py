@@ -1,0 +1,226 @@
+"""`layertap serve --engine vllm`: stock vLLM with our middleware says and saves the same as the embedded engine."""
+
+import importlib.util
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from transformers import AutoModelForCausalLM
+
+from layertap import load_hidden_states
+from layertap.client import HiddenStatesClient
+from layertap.errors import MissingError, OptionError
+from layertap.serving.launch import ServeOptions
+from layertap.serving.settings import ServerSettings
+from layertap.serving.sse import EventSplitter
+from layertap.serving.vllm_command import vllm_command
+from layertap.testing import oracle
+
+ROOT = Path(__file__).parents[1]
+LAYERS = (1, 2, 4)
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM isn't installed here")
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory):
+    """Address, storage and reference model of a running server, with two API keys."""
+    folder = tmp_path_factory.mktemp("vllm")
+    sys.path.insert(0, str(ROOT / "engines" / "vllm"))
+    import checkpoints
+    import running
+
+    checkpoint = checkpoints.save("llama", folder)
+    store = folder / "store"
+    port = free_port()
+    command = [
+        sys.executable, "-c", "from layertap.cli import main; main()", "serve", str(checkpoint), "--engine", "vllm",
+        "--port", str(port), "--served_model_name", "tiny", "--max_model_len", "256", "--dtype", "float32", "--layers", "1,2,4",
+        "--storage", str(store), "--handover", "http", "--allow-delete", "--api-key", "alpha", "--api-key", "beta",
+        "--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--enforce-eager",
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **running.ENVIRONMENT}
+    )
+    log, ready = [], threading.Event()
+
+    def read():
+        for line in process.stdout:
+            log.append(line)
+            if "Application startup complete" in line:
+                ready.set()
+        ready.set()
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    ready.wait(400)
+    assert process.poll() is None, "".join(log[-40:])
+    yield f"http://127.0.0.1:{port}", store, AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32").eval()
+    process.send_signal(signal.SIGTERM)
+    process.wait(120)
+    reader.join()
+
+
+def free_port():
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return one.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def alpha(vllm):
+    with openai.OpenAI(base_url=f"{vllm[0]}/v1", api_key="alpha", max_retries=0) as made:
+        yield made
+
+
+def check(vllm, handle, tokens):
+    states = load_hidden_states(handle["hidden_states_path"], timeout=60)
+    assert states["token_ids"].tolist() == list(tokens)
+    expected = oracle.hidden_states(vllm[2], list(tokens), list(LAYERS))
+    assert float(((states["hidden_states"] - expected).norm(dim=-1) / expected.norm(dim=-1)).max()) < 1e-4
+
+
+@needs_vllm
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_each_prompt_and_choice_has_its_rows(vllm, alpha):
+    extra = {"return_token_ids": True, "kv_transfer_params": {"include_output_tokens": True}}
+    answer = alpha.completions.create(model="tiny", prompt=["hello", "and two"], n=2, max_tokens=5, extra_body=extra)
+    names = [choice.kv_transfer_params["hidden_states_id"] for choice in answer.choices]
+    assert names == [answer.id + suffix for suffix in ("", "-0-1", "-1-0", "-1-1")]
+    assert answer.kv_transfer_params == answer.choices[0].kv_transfer_params
+    for choice in answer.choices:
+        check(vllm, choice.kv_transfer_params, (list(choice.prompt_token_ids) + list(choice.token_ids))[:-1])
+
+
+@needs_vllm
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_a_stream_has_each_choices_handle_on_its_last_chunk(vllm, alpha):
+    extra = {"return_token_ids": True, "kv_transfer_params": {"include_output_tokens": True}}
+    chunks = list(
+        alpha.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "hi"}], n=2, max_tokens=4, stream=True, extra_body=extra
+        )
+    )
+    prompt = next(chunk.prompt_token_ids for chunk in chunks if getattr(chunk, "prompt_token_ids", None))
+    for index in range(2):
+        mine = [chunk for chunk in chunks if chunk.choices and chunk.choices[0].index == index]
+        tokens = [token for chunk in mine for token in getattr(chunk.choices[0], "token_ids", None) or []]
+        assert mine[-1].choices[0].finish_reason is not None
+        check(vllm, mine[-1].choices[0].kv_transfer_params, (prompt + tokens)[:-1])
+        assert all("kv_transfer_params" not in chunk.choices[0].model_extra for chunk in mine[:-1])
+
+
+@needs_vllm
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"layer": [1]}, "'layers'"),
+        ({"layers": [3]}, "[3]"),
+        ({"positions": [0, 99]}, "outside"),
+        ({"layertap_id": "x"}, "unknown"),
+        ({"tag": "../x"}, "tag"),
+        ({"include_output_tokens": 1}, "true or false"),
+    ],
+)
+def test_bad_options_are_a_400_and_free_their_tag(vllm, alpha, options, words):
+    tag = {"tag": f"t-{secrets.token_hex(4)}"} | options
+    with pytest.raises(openai.BadRequestError) as caught:
+        alpha.completions.create(model="tiny", prompt="x", max_tokens=2, extra_body={"kv_transfer_params": tag})
+    assert words in str(caught.value)
+    if tag["tag"].startswith("t-"):
+        alpha.completions.create(
+            model="tiny", prompt="x", max_tokens=1, extra_body={"kv_transfer_params": {"tag": tag["tag"]}}
+        )
+
+
+@needs_vllm
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_stop_strings_files_over_http_tags_and_keys(vllm, alpha):
+    url = vllm[0]
+    body = {"model": "tiny", "prompt": "stop here", "max_tokens": 100, "stop": ["e", "a", "o"], "ignore_eos": True,
+            "return_token_ids": True, "kv_transfer_params": {"include_output_tokens": True, "tag": "mine"}}  # fmt: skip
+    assert httpx.post(f"{url}/v1/completions", json=body).status_code == 401
+    with (
+        HiddenStatesClient(url, api_key="alpha", local=False) as mine,
+        HiddenStatesClient(url, api_key="beta", local=False) as other,
+    ):
+        (choice,) = mine.complete(**body)["choices"]
+        loaded = mine.fetch_raw(choice)
+        tokens = choice["prompt_token_ids"] + choice["token_ids"]
+        assert loaded.token_ids.tolist() == tokens[:-1]
+        assert [handle["state"] for handle in mine.find("mine")] == ["ready"]
+        with pytest.raises(MissingError):
+            other.fetch(choice)
+        other.complete(**body)
+        mine.delete(choice)
+        with pytest.raises(MissingError):
+            mine.fetch(choice)
+
+
+@needs_vllm
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_a_client_that_leaves_gets_no_file_but_a_reason(vllm):
+    url = vllm[0]
+    body = {"model": "tiny", "prompt": "leave", "max_tokens": 240, "ignore_eos": True, "stream": True,
+            "kv_transfer_params": {"include_output_tokens": True, "tag": "left"}}  # fmt: skip
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json=body, headers={"authorization": "Bearer alpha"}, timeout=60
+    ) as answer:
+        next(answer.iter_lines())
+    with HiddenStatesClient(url, api_key="alpha", local=False) as mine:
+        name = mine.find("left")[0]["hidden_states_id"]
+        answer = httpx.get(
+            f"{url}/v1/hidden_states/{name}", params={"wait": 30}, headers={"authorization": "Bearer alpha"}, timeout=60
+        )
+    assert (answer.status_code, "aborted" in answer.text) == (410, True)
+
+
+def test_the_command_is_vllms_with_our_options_in_their_place():
+    options = ServeOptions(
+        model="m",
+        port=9,
+        speculative_config={"method": "extract_hidden_states", "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}},
+        kv_transfer_config={"kv_connector": "ExampleHiddenStatesConnector"},
+        store={"shared_storage_path": "/x"},
+        engine_options={"dtype": "float32", "trust_remote_code": True},
+        settings=ServerSettings(served_model_names=("a", "b"), api_keys=("k",)),
+    )  # fmt: skip
+    command, environment = vllm_command(options, ["--tensor-parallel-size", "2"])
+    text = " ".join(command)
+    assert " serve m --host 127.0.0.1 --port 9 " in text
+    assert '"kv_connector": "HiddenStatesConnector", "kv_role": "kv_producer"' in text
+    assert '"layers": [1, 2]' in text
+    assert "--speculative-config" not in text
+    assert "--served-model-name a b" in text
+    assert text.endswith("--tensor-parallel-size 2")
+    (told,) = environment.values()
+    assert '"allow_custom_save_path"' not in told
+    for change, words in (
+        ({"engine_options": {"device": "cuda"}}, "device"),
+        ({"store": {"handover": "s3://b"}}, "handover"),
+        ({"weights_version": "1"}, "weights_version"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            vllm_command(ServeOptions(model="m", **change))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_events_are_whole_wherever_a_stream_is_cut(size):
+    raw = b'data: {"a":1}\n\ndata: {"b":"x"}\n\ndata: [DONE]\n\n'
+    splitter = EventSplitter()
+    events = [event for i in range(0, len(raw), size) for event in splitter.feed(raw[i : i + size])]
+    events += splitter.feed(b"rest", done=True)
+    assert events == [b'data: {"a":1}\n\n', b'data: {"b":"x"}\n\n', b"data: [DONE]\n\n", b"rest"]
