@@ -27,7 +27,7 @@ if __name__ == "__main__":
             running.params(3, positions=[2, 70]),
         ], use_tqdm=False)
     found = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs]
-    print(json.dumps([found, [o.kv_transfer_params for o in outputs]]))
+    print("\\nRESULT", json.dumps([found, [o.kv_transfer_params for o in outputs]]), flush=True)
 """
 
 
@@ -65,7 +65,8 @@ def test_files_of_several_processes_equal_the_oracle(options, environment, check
         [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    tokens, handles = json.loads(done.stdout.strip().splitlines()[-1])
+    result = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))  # vLLM logs to stdout too
+    tokens, handles = json.loads(result.removeprefix("RESULT "))
     model = running.load_oracle("llama", checkpoint)
     spans = [(slice(None), range(5)), (slice(None), [4, 0, 2]), (slice(32, 33), [1]), (slice(2, 70), range(5))]
     for ids, handle, (rows, layers) in zip(tokens, handles, spans, strict=True):

@@ -52,15 +52,15 @@ def _tap_cpu(
         return
     hidden = hidden.reshape(-1, hidden.shape[-1])
     num_rows = min(hidden.shape[0], destinations.shape[0])
-    cells = destinations[:num_rows]
-    ranks = table[plans[:num_rows].long(), tap]
-    rows = ((cells >= 0) & (ranks >= 0)).nonzero().squeeze(1)
+    rows = (destinations[:num_rows] >= 0).nonzero().squeeze(1)
+    ranks = table[plans[rows].long(), tap]  # the plan of a row that isn't captured means nothing
+    rows, ranks = rows[ranks >= 0], ranks[ranks >= 0]
     if not len(rows):
         return
     value = hidden[rows]
     if residual is not None:
         value = value + residual.reshape(-1, residual.shape[-1])[rows]
-    arena[(cells[rows] + ranks[rows]).long()] = value.to(arena.dtype)
+    arena[(destinations[rows] + ranks).long()] = value.to(arena.dtype)
 
 
 def _tap_cuda(

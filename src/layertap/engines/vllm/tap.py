@@ -126,7 +126,7 @@ class Tap:
         self._control = torch.zeros(2, dtype=torch.int64, device=device)
         self.on_device = on_device = device.type != "cpu"
         self._staging = [
-            torch.empty((2, max_rows), dtype=torch.int32, pin_memory=on_device) for _ in range(_STAGING_BUFFERS)
+            torch.zeros((2, max_rows), dtype=torch.int32, pin_memory=on_device) for _ in range(_STAGING_BUFFERS)
         ]
         self._staging_events: list[Any] = [None] * _STAGING_BUFFERS
         self._next_staging = 0
