@@ -7,9 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from layertap import LLM
-from layertap.datasets.extraction import RunOptions, extract_dataset, make_manifest, trained_rows
+from layertap.datasets.extraction import RunOptions, extract_dataset, make_manifest
 from layertap.datasets.inputs import open_input
 from layertap.datasets.reader import open_dataset
+from layertap.datasets.tokenizing import trained_rows
 from layertap.datasets.writer import ShardOptions
 from layertap.errors import LayerError, OptionError, StoreFullError
 from layertap.testing import oracle, zoo

@@ -8,6 +8,7 @@ import typer
 from layertap import __version__
 
 COMMANDS = {
+    "plan": "layertap.cli.plan:plan",
     "extract": "layertap.cli.extract:extract",
     "serve": "layertap.cli.serve:serve",
     "serve-files": "layertap.cli.serve_files:serve_files",

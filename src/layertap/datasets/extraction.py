@@ -12,20 +12,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from layertap import __version__
 from layertap.capture.layers import LayersLike, resolve_layers
 from layertap.capture.request import SAVE_DTYPES
-from layertap.datasets.conversations import ChatPrompt, TextPrompt
 from layertap.datasets.fingerprint import model_fingerprint, template_hash, tokenizer_hash
 from layertap.datasets.index import Spans
 from layertap.datasets.inputs import BrokenRecord, InputFile, InputRecord, Record
 from layertap.datasets.lookup import write_cache
 from layertap.datasets.manifest import LAYOUTS, Layout, Manifest, RowIdentity, read_manifest
-from layertap.datasets.masks import LossMasks
 from layertap.datasets.resume import (
     Prepared,
     locked_folder,
@@ -33,12 +31,13 @@ from layertap.datasets.resume import (
     prepare_folder,
     refuse_changed_input,
 )
+from layertap.datasets.tokenizing import Kept, RecordTokenizer, trained_rows
 from layertap.datasets.verify import PartReport
 from layertap.datasets.writer import DatasetWriter, Sample, ShardOptions
-from layertap.errors import ExtractionError, HiddenStatesError, LayertapError, OptionError, PromptError
+from layertap.errors import ExtractionError, HiddenStatesError, LayertapError, OptionError
 from layertap.llm import LLM
 from layertap.outputs import Extracted
-from layertap.prompts import Prompt, PromptReader
+from layertap.prompts import Prompt
 
 _MOST_FAILURES_KEPT = 1000
 
@@ -55,7 +54,7 @@ class RunOptions:
     """End each chat with the header of the assistant's next turn."""
     loss_mask: bool = True
     """Find the trained tokens of each chat; a chat whose turns can't be told fails."""
-    positions: Literal["all", "trained"] = "all"
+    positions: Kept = "all"
     """`trained`: keep only the rows of trained tokens, and the row before each run of them, which predicts its first."""
     template_date: date | None = None
     """What chat templates that print today's date get; default the date of the set's first run."""
@@ -215,9 +214,7 @@ def _template_date(tokenizer: Any, options: RunOptions) -> str | None:
 def template_kwargs(manifest: Manifest) -> dict[str, Any]:
     """What the chat template is given beside the chat: a clock that stands still, so that no day has other tokens."""
     known = manifest.rows.options.get("template_date")
-    if known is None:
-        return {}
-    return {"strftime_now": datetime.fromisoformat(known).strftime}
+    return {} if known is None else {"strftime_now": datetime.fromisoformat(known).strftime}
 
 
 def _run(
@@ -277,25 +274,6 @@ def _add(
     report.num_bytes += rows.nbytes
 
 
-def trained_rows(mask: Spans) -> tuple[Spans, Spans]:
-    """Say which positions are kept for a mask, and where its spans are among the kept rows.
-
-    Kept are the trained tokens and the position before each run of them, whose row predicts the first of the run.
-    """
-    kept: list[tuple[int, int]] = []
-    moved: list[tuple[int, int]] = []
-    num_rows = 0
-    for start, end in mask:
-        first = max(start - 1, kept[-1][1] if kept else 0)
-        if kept and kept[-1][1] == first:
-            kept[-1] = (kept[-1][0], end)
-        else:
-            kept.append((first, end))
-        num_rows += end - first
-        moved.append((num_rows - (end - start), num_rows))
-    return tuple(kept), tuple(moved)
-
-
 class _Feed:
     """The prompts that are still to be run, tokenized one by one as the engine asks for them."""
 
@@ -312,19 +290,17 @@ class _Feed:
         self.running: dict[int, tuple[InputRecord, Spans | None]] = {}
         """Records and their masks, by the place in what the engine was given."""
         self._source = source
-        self._options = options
         self._done = prepared.done
         self._report = report
         self._writer = writer
         self._should_stop = should_stop
-        tokenizer = llm.get_tokenizer()
-        self._prompts = PromptReader(llm.info, tokenizer)
-        self._template_kwargs = template_kwargs(prepared.manifest)
-        has_masks = options.loss_mask and getattr(tokenizer, "chat_template", None) is not None
-        self._masks = (
-            LossMasks(tokenizer, eos_token_ids=llm.info.eos_token_ids, template_kwargs=self._template_kwargs)
-            if has_masks
-            else None
+        self._tokenizer = RecordTokenizer(
+            llm.info,
+            llm.get_tokenizer(),
+            add_generation_prompt=options.add_generation_prompt,
+            loss_mask=options.loss_mask,
+            positions=options.positions,
+            template_kwargs=template_kwargs(prepared.manifest),
         )
 
     def __iter__(self) -> Iterator[Prompt]:
@@ -337,7 +313,7 @@ class _Feed:
                 self.fail(record, str(record.error))
                 continue
             try:
-                prompt, mask = self._tokenized(record)
+                prompt, mask = self._tokenizer.read(record)
             except LayertapError as exc:
                 self.fail(record, f"{record.where}: {exc}")
                 continue
@@ -361,31 +337,3 @@ class _Feed:
             seen = record.index + 1
             yield record
         self._report.num_skipped = len(self._done)
-
-    def _tokenized(self, record: InputRecord) -> tuple[Prompt, Spans | None]:
-        prompt = record.prompt
-        if isinstance(prompt, ChatPrompt):
-            return self._tokenized_chat(prompt)
-        if self._options.positions == "trained":
-            raise PromptError("positions 'trained' takes chats only: a prompt that isn't one has no loss mask")
-        if isinstance(prompt, TextPrompt):
-            return self._prompts.read({"prompt": prompt.text}), None
-        return self._prompts.read({"prompt_token_ids": list(prompt.token_ids)}), None
-
-    def _tokenized_chat(self, chat: ChatPrompt) -> tuple[Prompt, Spans | None]:
-        add_generation_prompt = self._options.add_generation_prompt
-        prompt = self._prompts.chat(
-            chat.messages,
-            tools=chat.tools,
-            add_generation_prompt=add_generation_prompt,
-            chat_template_kwargs=self._template_kwargs,
-            room=0,
-        )
-        if self._masks is None or prompt.text is None:
-            return prompt, None
-        spans = self._masks.spans(
-            prompt.text, prompt.token_ids, chat.messages, chat.tools, add_generation_prompt=add_generation_prompt
-        )
-        if self._options.positions == "trained" and not spans:
-            raise PromptError("positions 'trained': the chat has no turn of the assistant, so there is nothing to keep")
-        return prompt, tuple(spans)

@@ -1,0 +1,106 @@
+"""`layertap plan`: what an extraction would take."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from layertap.cli.reporting import bytes_text, errors_explained, plural, quiet_libraries, seconds_text
+
+if TYPE_CHECKING:
+    from layertap.datasets.plan import Plan
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="Folder, hub id or GGUF file.", show_default=False)],
+    input: Annotated[Path, typer.Argument(help="As for extract.", show_default=False)],
+    layers: Annotated[str, typer.Option(help="Layer ids or a preset.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Where the data set would go; for the free space.")] = Path(),
+    save_dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Dtype of the saved rows.")
+    ] = None,
+    positions: Annotated[Literal["all", "trained"], typer.Option(help="Which rows are kept.")] = "all",
+    sample: Annotated[int, typer.Option(min=1, help="How many records are tokenized.")] = 1000,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Load the model and run the sample for a while, to know the time.")
+    ] = False,
+    measure_seconds: Annotated[float, typer.Option(help="How long.")] = 15.0,
+    limit: Annotated[int | None, typer.Option(help="Only the first so many records.")] = None,
+    input_format: Annotated[
+        Literal["jsonl", "json", "parquet", "text"] | None, typer.Option(help="Default: by the file's suffix.")
+    ] = None,
+    field: Annotated[
+        Literal["prompt", "prompt_token_ids", "messages", "conversations"] | None,
+        typer.Option(help="What to read where a record has several."),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Compute dtype.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
+    revision: Annotated[str | None, typer.Option(help="Of the hub.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Where it isn't the model's own.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Code may run.")] = False,
+    max_model_len: Annotated[int | None, typer.Option(help="Longer prompts fail.")] = None,
+) -> None:
+    """Say what an extraction would take: tokens, disk, memory, time, and what options would save.
+
+    Reads the model's configuration and a sample of the input. Nothing is written.
+
+    Example: layertap plan Qwen/Qwen3-8B chats.jsonl --layers eagle3 --measure
+    """
+    quiet_libraries()
+    given = {
+        "dtype": dtype,
+        "device": device,
+        "revision": revision,
+        "tokenizer": tokenizer,
+        "trust_remote_code": trust_remote_code or None,
+        "max_model_len": max_model_len,
+    }
+    with errors_explained():
+        from layertap.datasets.extraction import RunOptions
+        from layertap.datasets.inputs import open_input
+        from layertap.datasets.plan import make_plan
+
+        made = make_plan(
+            model,
+            open_input(input, format=input_format, field=field, limit=limit),
+            RunOptions(layers=layers, save_dtype=save_dtype, positions=positions),
+            out,
+            sample=sample,
+            measure_seconds=measure_seconds if measure else None,
+            **{name: value for name, value in given.items() if value is not None},
+        )
+    for line in lines_of(made):
+        typer.echo(line)
+
+
+def lines_of(plan: "Plan") -> list[str]:
+    """A plan in words."""
+    found, info = plan.input, plan.info
+    about = "" if found.is_exact else "about "
+    error = "" if found.is_exact else f" (+- {found.tokens_error:,}, from a sample of {found.num_sampled:,})"
+    lines = [
+        f"model    {info.model}: {info.num_layers} blocks of {info.hidden_size}, {info.dtype} on {info.device}",
+        f"layers   {', '.join(map(str, plan.layers))}: {plan.num_blocks} of {info.num_layers} blocks are run",
+        f"input    {plural(found.num_records, 'record')}, {about}{plural(found.tokens, 'token')}{error}; "
+        f"mean {found.mean_tokens:,.0f}, longest {found.longest:,}",
+    ]
+    if found.failures:
+        lines.append(f"         {found.share_failing:.1%} of the records would fail:")
+        lines += [f"           {count:,} x {reason}" for reason, count in found.failures.items()]
+    room = "" if plan.disk_bytes < plan.disk_free else "  NOT ENOUGH"
+    lines += [
+        f"disk     {about}{bytes_text(plan.disk_bytes)} of rows in {plan.save_dtype}; {bytes_text(plan.disk_free)} are free{room}",
+        f"memory   {bytes_text(plan.weights_bytes)} of weights (all of the model: {bytes_text(plan.all_weights_bytes)}) "
+        f"and activations on {info.device}; at most {bytes_text(plan.rows_budget)} of rows on the host",
+    ]
+    if plan.seconds is None:
+        lines.append("time     not known without running it: --measure")
+    else:
+        lines.append(
+            f"time     {about}{seconds_text(plan.seconds)} at {plan.tokens_per_second:,.0f} tokens/s, measured here"
+        )
+    lines += [
+        f"{'or' if number else 'instead':8} {option}: {bytes_text(size)} on disk"
+        for number, (option, size) in enumerate(plan.savings)
+    ]
+    return lines
