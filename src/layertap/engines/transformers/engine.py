@@ -20,6 +20,7 @@ from layertap.engines.transformers.load import open_model, open_tokenizer
 from layertap.engines.transformers.reload import reload_weights
 from layertap.engines.transformers.running import check_params
 from layertap.engines.transformers.selftest import Routes
+from layertap.engines.transformers.spot_check import SpotCheck
 from layertap.engines.transformers.trial import Verdict
 from layertap.engines.transformers.weights import Weights
 from layertap.errors import EngineError, ModelError
@@ -43,6 +44,7 @@ class TransformersEngine:
         max_model_len: a lower limit on the length of sequences.
         max_num_batched_tokens: most tokens of a shared forward of `extract`; None chooses for the device.
         generation: how much memory and how many sequences generation may take.
+        spot_check: one prompt of `extract` in so many is computed a second time, alone, and compared; 0 is never.
 
     Raises:
         ModelError: the model can't be loaded.
@@ -61,6 +63,7 @@ class TransformersEngine:
         max_model_len: int | None = None,
         max_num_batched_tokens: int | None = None,
         generation: GenerationOptions | None = None,
+        spot_check: int = 1000,
     ) -> None:
         self._source = open_model(
             model, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
@@ -92,6 +95,13 @@ class TransformersEngine:
         self._extractor = Extractor(
             self.weights, max_model_len=self.info.max_model_len, budget_tokens=max_num_batched_tokens
         )
+
+        self._extractor.spot_check.one_in = spot_check
+
+    @property
+    def spot_check(self) -> SpotCheck:
+        """Which prompts of `extract` were computed twice, and what came of it."""
+        return self._extractor.spot_check
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from layertap.assembly import Rows
 from layertap.engines.base import ExtractJob
 from layertap.engines.transformers.packing import Item, Packer, Way
 from layertap.engines.transformers.passes import Passes
 from layertap.engines.transformers.selftest import Routes, choose_routes
+from layertap.engines.transformers.spot_check import SpotCheck
 from layertap.engines.transformers.tap import Arena, Arenas
 from layertap.engines.transformers.weights import Weights
 from layertap.errors import LayertapError, PromptError, UnsupportedModelError
@@ -76,6 +78,7 @@ class Extractor:
         self._tokens_run = 0
         self._compiled = False
         self.routes: Routes | None = None
+        self.spot_check = SpotCheck()
 
     def prepare(self, depth: int) -> Routes:
         """Load at least `depth` blocks and decide which ways they can go."""
@@ -216,6 +219,11 @@ class Extractor:
         begin = 0
         for job, positions in zip(flight.jobs, flight.wanted, strict=True):
             end = begin + len(positions)
+            trouble = self._spot_checked(job, positions, flight.arena.host_rows(begin, end)) if positions else None
+            if trouble is not None:
+                job.capture.fail(trouble)
+                begin = end
+                continue
             if positions:
                 data, release = flight.arena.share(begin, end)
                 ids = np.asarray(job.token_ids[positions.start : positions.stop], np.int64)
@@ -233,6 +241,22 @@ class Extractor:
                 )
             job.capture.finish(job.token_ids, "prefill")
             begin = end
+
+    def _spot_checked(self, job: ExtractJob, positions: range, rows: Tensor) -> str | None:
+        if not self.spot_check.due():
+            return None
+        layers = job.capture.spec.layers
+        try:
+            with self._lock:
+                assert self._passes is not None
+                again = torch.empty(rows.shape, dtype=rows.dtype, device=self._weights.source.device)
+                self._passes.run("alone", [job.token_ids], [positions], layers, again)
+        except torch.OutOfMemoryError:  # beside the next batch there may be no room; the next one in turn is checked
+            return None
+        trouble = self.spot_check.compare(rows, again.to(rows.device), layers, self._weights.source.dtype)
+        if trouble is not None:
+            logger.error("prompt %d: %s", job.index, trouble)
+        return trouble
 
     def _abandon(self, packer: Packer[ExtractJob], flights: deque[_Flight]) -> None:
         """Tell the readers of what was pulled but won't be delivered; nothing is left after a normal end."""

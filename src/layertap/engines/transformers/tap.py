@@ -126,6 +126,10 @@ class Arena:
 
         return self._bytes[begin:end].numpy(), release
 
+    def host_rows(self, begin: int, end: int) -> Tensor:
+        """Rows begin .. end - 1 [n, layers, hidden] on the host, once `wait` has returned."""
+        return self._bytes[begin:end].view(self.rows.dtype)
+
     def hold(self) -> None:
         """Keep the arena for the engine itself until `give_back`."""
         with self._lock:
