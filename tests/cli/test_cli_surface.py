@@ -10,6 +10,16 @@ from layertap.cli.reporting import bytes_text, parse_bytes, seconds_text
 
 SURFACE = {
     "clean": ["--dry-run", "--ttl-seconds", "folder"],
+    "doctor": [
+        "--device",
+        "--dtype",
+        "--engine",
+        "--json",
+        "--revision",
+        "--storage",
+        "--trust-remote-code",
+        "model",
+    ],
     "extract": [
         "--add-generation-prompt",
         "--device",
@@ -32,6 +42,7 @@ SURFACE = {
         "--resume-check",
         "--revision",
         "--save-dtype",
+        "--shard",
         "--shard-seconds",
         "--shard-size",
         "--template-date",

@@ -13,6 +13,7 @@ from layertap.cli.reporting import (
     STOPPED,
     errors_explained,
     parse_bytes,
+    parse_shard,
     plural,
     quiet_libraries,
     say,
@@ -75,6 +76,14 @@ def extract(
         Literal["rows", "headers"],
         typer.Option(help="How much of what is done already is checked by checksum.", rich_help_panel=_RUN),
     ] = "rows",
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            help="i/n, i from 0: only every n-th record, into OUT/shard-i-of-n; for several machines.",
+            rich_help_panel=_INPUT,
+            show_default=False,
+        ),
+    ] = None,
     limit: Annotated[int | None, typer.Option(help="Only the first so many records.", rich_help_panel=_INPUT)] = None,
     input_format: Annotated[
         Literal["jsonl", "json", "parquet", "text"] | None,
@@ -153,9 +162,13 @@ def extract(
     with errors_explained():
         from layertap.datasets.extraction import RunOptions
         from layertap.datasets.inputs import open_input
+        from layertap.datasets.joining import shard_folder
         from layertap.datasets.writer import ShardOptions
 
-        source = open_input(input, format=input_format, field=field, text_unit=text_unit, limit=limit)
+        share = (0, 1) if shard is None else parse_shard(shard)
+        source = open_input(input, format=input_format, field=field, text_unit=text_unit, limit=limit, share=share)
+        if shard is not None:
+            out = out / shard_folder(*share)
         options = RunOptions(
             layers=layers,
             layout=layout,

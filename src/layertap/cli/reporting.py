@@ -72,6 +72,18 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * factor)
 
 
+def parse_shard(text: str) -> tuple[int, int]:
+    """Read "0/4".
+
+    Raises:
+        typer.BadParameter: it is no share.
+    """
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise typer.BadParameter(f"shard: expected i/n with i from 0 to n - 1, such as 0/4, got {text!r}")
+    return int(match[1]), int(match[2])
+
+
 def bytes_text(num_bytes: float) -> str:
     """Say a size in binary units."""
     for unit in ("B", "KiB", "MiB", "GiB"):

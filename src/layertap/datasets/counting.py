@@ -19,7 +19,10 @@ def estimate_records(source: InputFile) -> int | None:
         count = _count_lines(source)
     else:
         count = None
-    return count if source.limit is None or count is None else min(count, source.limit)
+    if count is None:
+        return None
+    rest, number = source.share
+    return len(range(rest, count if source.limit is None else min(count, source.limit), number))
 
 
 def _count_lines(source: InputFile) -> int:

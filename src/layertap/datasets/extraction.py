@@ -192,6 +192,7 @@ def make_manifest(llm: LLM, source: InputFile, options: RunOptions) -> Manifest:
             "template_date": _template_date(tokenizer, options),
             "input_format": source.format,
             "field": source.field,
+            "shard": None if source.share[1] == 1 else f"{source.share[0]}/{source.share[1]}",
             "text_unit": source.text_unit if source.format == "text" else None,
         },
     )
@@ -333,7 +334,7 @@ class _Feed:
         seen = 0
         for record in open_records(self._source, self._done):
             # records between two that are open were done before
-            self._report.num_skipped += record.index - seen
+            self._report.num_skipped += (record.index - seen) // self._source.share[1]
             seen = record.index + 1
             yield record
         self._report.num_skipped = len(self._done)

@@ -79,11 +79,14 @@ class InputFile:
     text_unit: TextUnit = "line"
     """What one prompt of a text file is."""
     limit: int | None = None
-    """Stop after so many records."""
+    """Stop after so many records (of the file, whatever the share)."""
+    share: tuple[int, int] = (0, 1)
+    """(i, n): only the records whose index leaves i when divided by n. The shares of all i are the whole, and nothing twice."""
 
     def __iter__(self) -> Iterator[Record]:
         reader = {"jsonl": _read_jsonl, "json": _read_json, "parquet": _read_parquet, "text": _read_text}[self.format]
-        return islice(reader(self), self.limit)
+        rest, number = self.share
+        return (record for record in islice(reader(self), self.limit) if record.index % number == rest)
 
 
 def open_input(
@@ -93,6 +96,7 @@ def open_input(
     field: str | None = None,
     text_unit: str = "line",
     limit: int | None = None,
+    share: tuple[int, int] = (0, 1),
 ) -> InputFile:
     """Say how to read an input file; reads none of it.
 
@@ -102,6 +106,7 @@ def open_input(
         field: the field to read, where a row has several.
         text_unit: `line`, `paragraph` or `file`: what one prompt of a text file is.
         limit: stop after so many records.
+        share: (i, n): only every n-th record, from record i on; for several machines.
 
     Raises:
         OptionError: an option has a value that doesn't exist.
@@ -116,12 +121,14 @@ def open_input(
         raise OptionError(f"text_unit: {text_unit!r} is none of {', '.join(get_args(TextUnit))}")
     if limit is not None and limit < 1:
         raise OptionError(f"limit: expected at least 1, got {limit}")
+    if not 0 <= share[0] < share[1]:
+        raise OptionError(f"shard: expected i/n with i from 0 to n - 1, got {share[0]}/{share[1]}")
     if not path.exists():
         raise PromptError(f"{path}: there is no such input file")
     if not path.is_file():
         raise PromptError(f"{path}: expected a file of prompts (JSONL, Parquet or text), found a folder or device")
     chosen: InputFormat = format or _SUFFIXES.get(path.suffix.lower(), "text")  # type: ignore[assignment]
-    return InputFile(path=path, format=chosen, field=field, text_unit=text_unit, limit=limit)  # type: ignore[arg-type]
+    return InputFile(path=path, format=chosen, field=field, text_unit=text_unit, limit=limit, share=share)  # type: ignore[arg-type]
 
 
 def _record(source: InputFile, index: int, where: str, row: object) -> Record:

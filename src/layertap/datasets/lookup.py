@@ -7,6 +7,7 @@ and is never needed: without it, or when anything about it is off, the parts are
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,8 @@ class Lookup:
     positions: SpanColumn
     files: list[str]
     parts: list[Path]
+    ids: list[str]
+    """Of the data set that each part belongs to."""
 
     def __len__(self) -> int:
         return len(self.index)
@@ -132,6 +135,7 @@ def _read_cache(folder: Path, dataset_id: str, parts: list[Path]) -> Lookup | No
             positions=_span_column(arrays, "positions"),
             files=names.split("\n") if names else [],
             parts=parts,
+            ids=[dataset_id] * len(parts),
         )
     except (OSError, SafetensorError, KeyError, ValueError):
         return None
@@ -183,6 +187,45 @@ def _read_parts(folder: Path, dataset_id: str, parts: list[Path]) -> Lookup:
         blocks["line"].append(lines)
         for name, found in spans.items():
             found.append(span_arrays(table.column(name)))
+    joined, order = _sorted_arrays(blocks, parts, folder)
+    columns = {name: _sorted_spans(found, order) for name, found in spans.items()}
+    ids = [dataset_id] * len(parts)
+    return Lookup(**joined, **columns, files=list(files), parts=parts, ids=ids)  # type: ignore[arg-type]
+
+
+def join_lookups(lookups: Sequence[tuple[str, Lookup]], folder: Path) -> Lookup:
+    """Join the lookups of several sets to one, sorted by input index.
+
+    Args:
+        lookups: the name of each set's folder, and its lookup.
+        folder: what holds the folders.
+
+    Raises:
+        CorruptError: two sets have the same sample.
+    """
+    blocks: dict[str, list[NDArray[Any]]] = {name: [] for name in _ARRAYS}
+    spans: dict[str, list[tuple[NDArray[Any], NDArray[Any]]]] = {"loss_mask": [], "positions": []}
+    files: list[str] = []
+    parts: list[Path] = []
+    ids: list[str] = []
+    for name, one in lookups:
+        for column in _ARRAYS:
+            shift = {"file": len(files), "part": len(parts)}.get(column, 0)
+            blocks[column].append(getattr(one, column) + getattr(one, column).dtype.type(shift))
+        for column, found in spans.items():
+            known: SpanColumn = getattr(one, column)
+            found.append((np.where(known.known, np.diff(known.offsets), -1), known.spans))
+        files += [f"{name}/{file}" for file in one.files]
+        parts += one.parts
+        ids += one.ids
+    joined, order = _sorted_arrays(blocks, parts, folder)
+    columns = {name: _sorted_spans(found, order) for name, found in spans.items()}
+    return Lookup(**joined, **columns, files=files, parts=parts, ids=ids)  # type: ignore[arg-type]
+
+
+def _sorted_arrays(
+    blocks: dict[str, list[NDArray[Any]]], parts: list[Path], folder: Path
+) -> tuple[dict[str, NDArray[Any]], NDArray[np.int64]]:
     joined = {name: np.concatenate(arrays) for name, arrays in blocks.items()}
     order = np.argsort(joined["index"], kind="stable")
     joined = {
@@ -193,8 +236,7 @@ def _read_parts(folder: Path, dataset_id: str, parts: list[Path]) -> Lookup:
         at = int(twice[0])
         places = " and ".join(str(parts[joined["part"][line]].name) for line in (at, at + 1))
         raise CorruptError(f"{folder}: sample {joined['index'][at]} stands in the index twice ({places})")
-    columns = {name: _sorted_spans(found, order) for name, found in spans.items()}
-    return Lookup(**joined, **columns, files=list(files), parts=parts)  # type: ignore[arg-type]
+    return joined, order
 
 
 def _sorted_spans(found: list[tuple[NDArray[Any], NDArray[Any]]], order: NDArray[np.int64]) -> SpanColumn:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layertap.datasets.index import SampleEntry, load_entries
+from layertap.datasets.joining import find_shares, joined_lookup, joined_manifest
 from layertap.datasets.lookup import Lookup, load_lookup
 from layertap.datasets.manifest import Manifest, read_manifest
 from layertap.datasets.shards import MappedShard
@@ -59,14 +60,17 @@ def open_dataset(path: str | Path, *, verify: bool = False) -> "Dataset":
     """Open a data set that `layertap extract` wrote.
 
     Args:
-        path: its folder.
+        path: its folder; also the folder that holds the shares of several machines (`--shard`), which are read as one.
         verify: compare each sample with its checksum when it is read.
 
     Raises:
-        MissingError: there is no data set.
+        MissingError: there is no data set, or the share of a machine is missing.
         HiddenStatesError: manifest or index are damaged or of something else.
     """
     folder = Path(path).absolute()
+    shares = find_shares(folder)
+    if shares:
+        return Dataset(folder, joined_manifest(shares), joined_lookup(folder, shares), verify=verify)
     manifest = read_manifest(folder)
     return Dataset(folder, manifest, load_lookup(folder, manifest.id, use_cache=True), verify=verify)
 
@@ -256,7 +260,7 @@ class Dataset(Sequence[DatasetItem]):
 
     def _part(self, number: int) -> list[SampleEntry]:
         if number not in self._entries:
-            self._entries[number] = load_entries(self._lookup.parts[number], self.manifest.id)
+            self._entries[number] = load_entries(self._lookup.parts[number], self._lookup.ids[number])
         return self._entries[number]
 
     def _shard(self, at: int) -> MappedShard:

@@ -93,6 +93,23 @@ class Reference:
         rows: Floats = torch.stack([stream[0] for stream in picked], dim=1).float().cpu().numpy()
         return rows
 
+    def logits(self, token_ids: Sequence[int], last_rows: Floats | None = None) -> Floats:
+        """Compute logits [tokens, vocabulary]; `last_rows` [tokens, hidden] take the place of what the last block puts out."""
+
+        def replace(_module: nn.Module, _args: object, output: Any) -> Any:
+            rows = torch.from_numpy(last_rows).to(self._device)[None]
+            return rows if isinstance(output, torch.Tensor) else (rows, *output[1:])
+
+        ids = torch.tensor([[int(token) for token in token_ids]], device=self._device)
+        hook = None if last_rows is None else self._last_block.register_forward_hook(replace)
+        try:
+            with torch.inference_mode():
+                found: Floats = self._model(input_ids=ids, use_cache=False).logits[0].float().cpu().numpy()
+        finally:
+            if hook is not None:
+                hook.remove()
+        return found
+
     def _find_last_block(self) -> nn.Module:
         lists = [
             part for part in self._model.modules() if isinstance(part, nn.ModuleList) and len(part) == self._num_layers

@@ -133,7 +133,7 @@ def refuse_changed_input(records: InputFile, done: Done) -> None:
         return
     seen = 0
     for record in records:
-        seen += 1
+        seen = record.index + 1
         known = done.get(record.index)
         if known is not None and known != record.source_hash:
             raise OptionError(
