@@ -9,7 +9,7 @@ demo: $(VENV)/.ready-demo  ## extract, verify and show hidden states of a real m
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.ready check  ## linters, types and all tests
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
