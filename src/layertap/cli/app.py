@@ -14,6 +14,8 @@ COMMANDS = {
     "serve-files": "layertap.cli.serve_files:serve_files",
     "inspect": "layertap.cli.inspect:inspect",
     "verify": "layertap.cli.verify:verify",
+    "doctor": "layertap.cli.doctor:doctor",
+    "export": "layertap.cli.export:export",
     "clean": "layertap.cli.clean:clean",
 }
 """Name -> function, in the order of the help. The modules are cheap to import; the work behind them isn't."""
