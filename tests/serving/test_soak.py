@@ -9,7 +9,7 @@ import soak
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_killed_clients_and_a_killed_server_lose_and_leave_nothing(checkpoint, tmp_path):
-    seconds = float(os.environ.get("LAYERTAP_SOAK_SECONDS", "45"))
+    seconds = float(os.environ.get("LAYERTAP_SOAK_SECONDS", "30"))
     found = soak.soak(checkpoint, seconds, tmp_path, soak.free_port())
     assert found["exit"] == 0
     assert found["kills"] >= 3

@@ -189,10 +189,11 @@ def test_a_client_that_leaves_gets_no_file_but_a_reason(vllm):
 
 
 def test_the_command_is_vllms_with_our_options_in_their_place():
+    draft = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}
     options = ServeOptions(
         model="m",
         port=9,
-        speculative_config={"method": "extract_hidden_states", "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}},
+        speculative_config={"method": "extract_hidden_states", "draft_model_config": draft},
         kv_transfer_config={"kv_connector": "ExampleHiddenStatesConnector"},
         store={"shared_storage_path": "/x"},
         engine_options={"dtype": "float32", "trust_remote_code": True},
