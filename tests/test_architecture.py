@@ -22,6 +22,7 @@ RANKS = {
     "datasets": 9,
     "client": 9,
     "serving": 10,
+    "trust": 10,
     "cli": 11,
     "testing": 12,
 }

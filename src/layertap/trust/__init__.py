@@ -1,0 +1,1 @@
+"""Does it work here, with this model? The examination behind `layertap doctor`."""
