@@ -50,5 +50,14 @@ def accumulate(words: Any, seeds: Any, secret: Any, first: Any, out: Any) -> Non
     if num_rows:
         grid = (triton.cdiv(num_rows, _ROWS_A_PROGRAM),)
         _accumulate[grid](
-            words, seeds, secret, first, out, num_rows, row_words, STRIPES=row_words // 8, ROWS=_ROWS_A_PROGRAM, num_warps=2
+            words,
+            seeds,
+            secret,
+            first,
+            out,
+            num_rows,
+            row_words,
+            STRIPES=row_words // 8,
+            ROWS=_ROWS_A_PROGRAM,
+            num_warps=2,
         )
