@@ -7,6 +7,7 @@ the writer's reason where there is one.
 import contextlib
 import json
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -115,7 +116,10 @@ def cleanup_hidden_states(path: str | os.PathLike[str], keep_hidden_states: bool
 
 def _read_header(fd: int, name: str) -> fmt.Header:
     try:
-        size = os.fstat(fd).st_size
+        status = os.fstat(fd)
+        if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+            raise ForeignError(f"{name}: a pipe or a device, not a file of hidden states")
+        size = status.st_size
         body_bytes = fmt.header_size(os.pread(fd, 8, 0), size, name)
         return fmt.decode_header(os.pread(fd, body_bytes, 8), size, name)
     except IsADirectoryError as exc:
