@@ -15,7 +15,7 @@ from layertap.engines.base import ModelInfo
 from layertap.errors import OptionError
 from layertap.frontend import Frontend, Request
 from layertap.outputs import Extracted, RequestOutput
-from layertap.params import KVTransferConfig, SamplingParams
+from layertap.params import EXTRACTION, KVTransferConfig, SamplingParams
 from layertap.prompts import Prompt, as_prompt_list
 from layertap.setup import StoreConfig, make_frontend, params_for_each
 
@@ -58,6 +58,12 @@ class LLM:
         weights_version: str | None = None,
         **engine_options: Any,
     ) -> None:
+        if (
+            engine == "vllm"
+            and isinstance(speculative_config, Mapping)
+            and speculative_config.get("method") != EXTRACTION
+        ):
+            engine_options["speculative_config"], speculative_config = speculative_config, None  # real speculation
         config = StoreConfig.build(layers, storage, speculative_config, kv_transfer_config)
         self._front: Any
         if engine == "vllm":

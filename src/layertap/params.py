@@ -16,6 +16,7 @@ from layertap.errors import OptionError
 MAX_TEMPERATURE = 2.0
 GREEDY_BELOW = 1e-5
 LOWEST_TEMPERATURE = 1e-2
+EXTRACTION = "extract_hidden_states"
 CONNECTORS = ("HiddenStatesConnector", "ExampleHiddenStatesConnector")
 
 
@@ -236,7 +237,7 @@ def layers_of_speculative_config(config: Any) -> LayersLike | None:
     """
     if not isinstance(config, Mapping):
         raise OptionError(f"speculative_config: expected a mapping, got {type(config).__name__}")
-    if config.get("method") != "extract_hidden_states":
+    if config.get("method") != EXTRACTION:
         raise OptionError(
             f"speculative_config.method: the embedded engine has no speculative decoding ({config.get('method')!r}); "
             "only 'extract_hidden_states' is understood here, engine='vllm' runs the others"
