@@ -152,3 +152,11 @@ def test_a_consumer_cancelled_while_extract_computes_stops_it_quietly(checkpoint
     asyncio.run(main())
     llm.close()
     assert llm.front.recorder.budget.in_flight_bytes == 0
+
+
+def test_two_runs_of_the_same_prompts_give_the_same_bytes(checkpoint):
+    runs = []
+    for _ in range(2):
+        with LLM(checkpoint, layers=[1, 4]) as llm:
+            runs.append([sample.hidden_states for sample in llm.extract([PROMPT, [20, 21], [30] * 40])])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
