@@ -97,3 +97,18 @@ def test_a_task_refused_by_a_closing_pool_is_the_callers_own_and_no_other_is_los
         for thread in (*threads, closer):
             thread.join()
         assert sorted(ran) == list(range(16))
+
+
+def test_a_forked_child_ends_although_a_lock_of_the_pool_was_held(tmp_path):
+    script = (
+        "import os, sys\n"
+        "from layertap.writing.pool import WriterPool\n"
+        "pool = WriterPool(1)\n"
+        "pool.lane().submit(lambda: None)\n"
+        "with pool._condition:\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        sys.exit(7)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -3,6 +3,7 @@
 import atexit
 import collections
 import logging
+import os
 import threading
 import time
 import weakref
@@ -14,6 +15,9 @@ logger = logging.getLogger(__name__)
 
 _EXIT_PATIENCE_SECONDS = 60.0
 _started: "weakref.WeakSet[WriterPool]" = weakref.WeakSet()
+os.register_at_fork(
+    after_in_child=_started.clear
+)  # the threads are the parent's, and its locks may be held for ever here
 
 
 @atexit.register
