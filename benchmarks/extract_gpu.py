@@ -2,8 +2,9 @@
 
 Run as: python benchmarks/extract_gpu.py [--only mixed,early,all,long] [--model DIR] [--store /dev/shm/layertap-bench]
 
-The ceiling is the block's matrix products alone, back to back, with the same rows, timed as long as the work. Rows are checked once against
-plain transformers on the same GPU before anything is timed. Readers delete files as they go. Prints a table and one JSON line.
+The ceiling is the blocks' matrix products alone, back to back, with the same rows, timed as long as the work. Rows are checked
+once against plain transformers on the same GPU before anything is timed. Readers delete files as they go. Prints a table and one
+JSON line.
 """
 
 import argparse
