@@ -203,7 +203,8 @@ class HiddenStatesStream(IterableDataset[DatasetItem]):
         ranks_of_shards = np.empty(len(shards), np.int64)
         ranks_of_shards[random.permutation(len(shards))] = np.arange(len(shards))
         window = ranks_of_shards[np.searchsorted(shards, files)] // self.window_shards
-        return np.lexsort((random.random(len(files)), window))
+        order: NDArray[np.int64] = np.lexsort((random.random(len(files)), window))
+        return order
 
 
 def _opened(source: str | Path | Dataset, verify: bool) -> Dataset:

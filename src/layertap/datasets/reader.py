@@ -251,7 +251,9 @@ class Dataset(Sequence[DatasetItem]):
         tokens = int(self._lookup.tokens[at])
         if spans is None:
             return np.arange(tokens)
-        found = np.concatenate([np.empty(0, np.int64), *(np.arange(start, end) for start, end in spans.tolist())])
+        found: NDArray[np.int64] = np.concatenate(
+            [np.empty(0, np.int64), *(np.arange(start, end) for start, end in spans.tolist())]
+        )
         if len(found) != tokens:
             raise CorruptError(
                 f"{self.folder}: sample {self._lookup.index[at]}: {len(found)} positions of {tokens} rows in the index"
