@@ -134,7 +134,7 @@ def look_through(storage, folder):
     ]
     deleted = {note["deleted"] for note in notes if "deleted" in note}
     found = {"verified": sum("verified" in note for note in notes), "wrong": [n for n in notes if "wrong" in n]}
-    found["errors"] = sorted({note["error"][:160] for note in notes if "error" in note})
+    found["errors"] = sorted({note["error"][:400] for note in notes if "error" in note})
     found["temporaries"] = [path.name for path in storage.iterdir() if path.name.endswith(".layertap-tmp")]
     found["old"] = [
         path.name for path in storage.iterdir()
