@@ -52,11 +52,6 @@ def parse_fields(cls: type[T], mapping: Mapping[str, Any], where: str, *, foreig
     return cls(**values)
 
 
-def option_docs(cls: type) -> dict[str, str]:
-    """Name to one-sentence doc of every option of `cls`, for help texts and docs."""
-    return {field.name: field.metadata["doc"] for field in dataclasses.fields(cls)}
-
-
 def boolean(value: Any) -> bool:
     """True or False, nothing that merely looks like it."""
     if not isinstance(value, bool):
