@@ -37,6 +37,7 @@ class Rows:
         release: called exactly once, from any thread, when `data` isn't needed any more.
         digests: uint64 [n], the rows' digests (`layertap.files.format.row_digests`) where the engine has them already; only
             with all slots.
+        all_finite: the engine has looked at every value: none is infinite or NaN. If false, nobody has looked.
     """
 
     step: int
@@ -46,6 +47,7 @@ class Rows:
     data: NDArray[np.uint8]
     release: Callable[[], None] | None = None
     digests: NDArray[np.uint64] | None = None
+    all_finite: bool = False
 
 
 @dataclass(frozen=True, slots=True)

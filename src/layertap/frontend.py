@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from layertap.capture.layers import LayersLike, resolve_layers
 from layertap.capture.options import StoreOptions
 from layertap.capture.request import CaptureSpec, RequestOptions
@@ -301,7 +303,9 @@ class Frontend:
                     failures.append((index, str(exc)))
                     continue
                 captures[index] = capture
-                yield ExtractJob(index=index, token_ids=prompt.token_ids, capture=capture)
+                # once, here: a list of Python numbers costs every later step some time per token
+                ids = np.asarray(prompt.token_ids, np.int64)
+                yield ExtractJob(index=index, token_ids=ids, capture=capture)
 
         try:
             waiting: dict[int, Future[Result]] = {}

@@ -137,7 +137,8 @@ class PromptReader:
     def _checked(self, ids: list[Any], text: str | None, room: int) -> Prompt:
         if not ids:
             raise PromptError("prompt: is empty; at least one token is needed")
-        ids = [token if type(token) is int else _whole(token, place) for place, token in enumerate(ids)]
+        if set(map(type, ids)) != {int}:
+            ids = [token if type(token) is int else _whole(token, place) for place, token in enumerate(ids)]
         lowest, highest = min(ids), max(ids)
         if lowest < 0 or highest >= self._info.vocab_size:
             wrong = lowest if lowest < 0 else highest

@@ -1,4 +1,4 @@
-"""The device's row digests against the xxhash library. Without a GPU the kernel runs in Triton's interpreter."""
+"""The device's row digests against the xxhash library, and its search for values that aren't finite. Without a GPU the kernel runs in Triton's interpreter."""
 
 import os
 import subprocess
@@ -20,17 +20,24 @@ from layertap.files.format import row_digests
 device = sys.argv[1]
 rng = np.random.default_rng(0)
 for row_bytes in (256, 320, 1024, 1088, 2048, 2304, 4096 + 64):
-    data = rng.integers(0, 256, (11, row_bytes), dtype=np.uint8)
-    ids = np.array([0, 1, 2, 49151, 151935, 2**31 - 1, 7, 8, 9, 10, 11])
-    rows = torch.from_numpy(data).to(device).view(11, 1, row_bytes)
-    accumulators = start_digests(rows, torch.from_numpy(ids).to(device)).cpu().numpy().view(np.uint64)
-    assert (finish_digests(accumulators, ids, row_bytes) == row_digests(data, ids)).all(), row_bytes
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        data = torch.from_numpy(rng.standard_normal((11, row_bytes // dtype.itemsize))).to(dtype)
+        for row, value in ((2, float("nan")), (4, float("inf")), (5, -float("inf")), (8, torch.finfo(dtype).max), (9, -0.0)):
+            data[row, int(rng.integers(data.shape[1]))] = value
+        if dtype == torch.bfloat16:
+            data[10, -1] = float("inf")
+        ids = np.array([0, 1, 2, 49151, 151935, 2**31 - 1, 7, 8, 9, 10, 11])
+        found = start_digests(data.to(device).view(11, 1, -1), torch.from_numpy(ids).to(device)).cpu().numpy()
+        raw = data.view(torch.uint8).numpy()
+        assert (finish_digests(found.view(np.uint64), ids, row_bytes) == row_digests(raw, ids)).all(), row_bytes
+        finite = torch.isfinite(data.float()).all(1).numpy()
+        assert ((found[:, -1] == 0) == finite).all(), (row_bytes, dtype)
 print("equal")
 """
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_kernels_digests_are_those_of_the_library(device):
+def test_the_kernels_digests_are_those_of_the_library_and_rows_that_are_not_finite_are_found(device):
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():

@@ -15,6 +15,9 @@ from layertap.errors import OptionError
 SAVE_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Dtypes of saved rows and their bytes per value."""
 
+EXPONENT_BITS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
+"""All ones in these bits of a value mean infinity or NaN."""
+
 Positions = Literal["last", "output"] | tuple[int, int]
 
 

@@ -4,6 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from layertap.params import SamplingParams
 from layertap.writing.recorder import Capture
 
@@ -56,12 +59,15 @@ class ModelInfo:
         }
 
 
+TokenIds = Sequence[int] | NDArray[np.int64]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtractJob:
     """Prefill one prompt; rows go to the capture, which is finished with the reason "prefill"."""
 
     index: int
-    token_ids: Sequence[int]
+    token_ids: TokenIds
     capture: Capture
 
 

@@ -12,7 +12,10 @@ _ROWS_A_PROGRAM = 8
 
 
 @triton.jit
-def _accumulate(words, seeds, secret, first, out, num_rows, row_words, STRIPES: tl.constexpr, ROWS: tl.constexpr):  # noqa: ANN001, ANN202
+def _accumulate(  # noqa: ANN202
+    words, seeds, secret, first, out, num_rows, row_words, exponents, lowest, signs,  # noqa: ANN001
+    STRIPES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     lanes = tl.arange(0, 8)
     mask = (rows < num_rows)[:, None] & (lanes < 8)[None, :]
@@ -22,6 +25,7 @@ def _accumulate(words, seeds, secret, first, out, num_rows, row_words, STRIPES: 
     # even words of the secret get the seed added, odd ones subtracted
     lane_sign = 1 - 2 * (lanes % 2)[None, :]
     scramble = tl.load(secret + 16 + lanes)[None, :] + seed * lane_sign
+    carried = tl.zeros((ROWS, 8), tl.int64)
     for stripe in range(STRIPES - 1):
         n = stripe % 16
         key = tl.load(secret + n + lanes)[None, :] + seed * lane_sign * (1 - 2 * (n % 2))
@@ -29,6 +33,8 @@ def _accumulate(words, seeds, secret, first, out, num_rows, row_words, STRIPES: 
         crossed = tl.load(base + stripe * 8 + (lanes ^ 1)[None, :], mask=mask, other=0)
         mixed = value ^ key
         acc += crossed + (mixed & 0xFFFFFFFF) * ((mixed >> 32) & 0xFFFFFFFF)
+        # all ones in a value's exponent, which is infinity or NaN, carry into the place of its sign
+        carried |= (value & exponents) + lowest
         if n == 15:
             acc ^= (acc >> 47) & 0x1FFFF
             acc ^= scramble
@@ -41,11 +47,23 @@ def _accumulate(words, seeds, secret, first, out, num_rows, row_words, STRIPES: 
     crossed = tl.load(base + (STRIPES - 1) * 8 + (lanes ^ 1)[None, :], mask=mask, other=0)
     mixed = value ^ key
     acc += crossed + (mixed & 0xFFFFFFFF) * ((mixed >> 32) & 0xFFFFFFFF)
-    tl.store(out + rows[:, None] * 8 + lanes[None, :], acc, mask=mask)
+    carried |= (value & exponents) + lowest
+    broken = tl.max(((carried & signs) != 0).to(tl.int64), axis=1)
+    tl.store(out + rows[:, None] * 9 + lanes[None, :], acc, mask=mask)
+    tl.store(out + rows * 9 + 8, broken, mask=rows < num_rows)
 
 
-def accumulate(words: Any, seeds: Any, secret: Any, first: Any, out: Any) -> None:
-    """Fill `out` int64 [n, 8] with the accumulators of `words` int64 [n, words of a row]."""
+def accumulate(words: Any, seeds: Any, secret: Any, first: Any, masks: tuple[int, int, int], out: Any) -> None:
+    """Fill `out` int64 [n, 9] for `words` int64 [n, words of a row].
+
+    Args:
+        words: the rows.
+        seeds: int64 [n].
+        secret: of XXH3.
+        first: of XXH3.
+        masks: of a word of values: the bits of their exponents, the lowest of each, the bits of their signs.
+        out: eight accumulators, and whether a value's exponent is all ones.
+    """
     num_rows, row_words = words.shape
     if num_rows:
         grid = (triton.cdiv(num_rows, _ROWS_A_PROGRAM),)
@@ -57,6 +75,7 @@ def accumulate(words: Any, seeds: Any, secret: Any, first: Any, out: Any) -> Non
             out,
             num_rows,
             row_words,
+            *masks,
             STRIPES=row_words // 8,
             ROWS=_ROWS_A_PROGRAM,
             num_warps=2,

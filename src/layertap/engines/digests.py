@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from layertap.capture.request import EXPONENT_BITS, SAVE_DTYPES
+
 if TYPE_CHECKING:
     import torch
 
@@ -49,7 +51,7 @@ def start_digests(rows: "torch.Tensor", token_ids: "torch.Tensor") -> "torch.Ten
         token_ids: int64 [n] on the device, the seeds.
 
     Returns:
-        int64 [n, 8] on the device: the accumulators, for `finish_digests`.
+        int64 [n, 9] on the device: the accumulators, for `finish_digests`, and 1 where a value of the row is infinite or NaN.
     """
     import torch
 
@@ -57,9 +59,17 @@ def start_digests(rows: "torch.Tensor", token_ids: "torch.Tensor") -> "torch.Ten
 
     num_rows = rows.shape[0]
     words = rows.reshape(num_rows, -1).view(torch.int64)
-    out = torch.empty(num_rows, _LANES, dtype=torch.int64, device=rows.device)
-    accumulate(words, token_ids, *_constants(rows.device), out)
+    out = torch.empty(num_rows, _LANES + 1, dtype=torch.int64, device=rows.device)
+    accumulate(words, token_ids, *_constants(rows.device), _masks(str(rows.dtype).removeprefix("torch.")), out)
     return out
+
+
+def _masks(dtype: str) -> tuple[int, int, int]:
+    """Of a 64-bit word of values, as signed integers: the bits of their exponents, the lowest of each, the bits of their signs."""
+    exponent, bits = EXPONENT_BITS[dtype], 8 * SAVE_DTYPES[dtype]
+    every = sum(1 << shift for shift in range(0, 64, bits))
+    signs = every << (bits - 1)
+    return every * exponent, every * (exponent & -exponent), signs - (1 << 64)
 
 
 @lru_cache(maxsize=16)
@@ -77,7 +87,7 @@ def finish_digests(
     """Merge the accumulators of each row into its digest.
 
     Args:
-        accumulators: uint64 [n, 8].
+        accumulators: uint64 [n, 8 or more columns].
         token_ids: int64 [n], the seeds.
         row_bytes: bytes of a row.
 

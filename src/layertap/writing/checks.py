@@ -19,7 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from layertap.assembly import Piece
-from layertap.capture.request import SAVE_DTYPES, CaptureSpec
+from layertap.capture.request import EXPONENT_BITS, SAVE_DTYPES, CaptureSpec
 from layertap.errors import EngineError
 
 __all__ = ["RowChecks", "SeenRows", "finite"]
@@ -28,14 +28,13 @@ _MARK_BYTES = 8
 _FEW_TOKENS = 4
 _MOST_SEEN = 1 << 16
 _MOST_COMPARED = 256
-_EXPONENT_BITS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
 
 
 def finite(data: NDArray[np.uint8], dtype: str) -> bool:
     """Whether no value of an array of bytes is a NaN or an infinity."""
     if data.size == 0:
         return True
-    exponent, itemsize = _EXPONENT_BITS[dtype], SAVE_DTYPES[dtype]
+    exponent, itemsize = EXPONENT_BITS[dtype], SAVE_DTYPES[dtype]
     signed, unsigned = (np.int32, np.uint32) if itemsize == 4 else (np.int16, np.uint16)
     sign = 1 << (8 * itemsize - 1)
     flat = np.ascontiguousarray(data).reshape(-1)
@@ -78,8 +77,8 @@ class RowChecks:
         self._marks = np.zeros((len(spec.candidates), len(spec.layers)), np.uint64)
         self._broken: set[tuple[int, int]] = set()
 
-    def look(self, piece: Piece) -> None:
-        """See a piece on its way to the sink."""
+    def look(self, piece: Piece, *, all_finite: bool = False) -> None:
+        """See a piece on its way to the sink; `all_finite` where the engine has looked at every value itself."""
         num_rows, num_slots, slot_bytes = piece.data.shape
         marks = np.zeros((num_rows, num_slots, _MARK_BYTES), np.uint8)
         marks[:, :, : min(slot_bytes, _MARK_BYTES)] = piece.data[:, :, :_MARK_BYTES]
@@ -87,7 +86,7 @@ class RowChecks:
         self._marks[piece.row : piece.row + num_rows, slots] = marks.view(np.uint64)[:, :, 0]
         if self._broken:  # a replay may bring better ones
             self._broken -= {(piece.row + i, piece.first_slot + s) for i in range(num_rows) for s in range(num_slots)}
-        if not finite(piece.data, self._spec.dtype):
+        if not all_finite and not finite(piece.data, self._spec.dtype):
             self._broken |= {
                 (piece.row + i, piece.first_slot + s)
                 for i in range(num_rows)

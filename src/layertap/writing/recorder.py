@@ -115,7 +115,7 @@ class Capture:
 
     def _store(self, pieces: Sequence[Piece], rows: Rows) -> None:
         for piece in pieces:
-            self._checks.look(piece)
+            self._checks.look(piece, all_finite=rows.all_finite)
             first = piece.row + self._assembly.base - rows.start
             part = slice(first, first + len(piece.data))
             self._sink.write(piece, rows.input_ids[part], None if rows.digests is None else rows.digests[part])

@@ -8,6 +8,7 @@ itself: a batch that breaks is run again one by one, and one that doesn't fit th
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,6 +39,9 @@ _CPU_ARENA_BYTES = 512 * 2**20
 _CUDA_ARENA_BYTES = 2 * 2**30
 _LEAST_BUDGET_TOKENS = 256
 _COMPILE_AFTER_TOKENS = 150_000
+_SWITCH_SECONDS = 0.0005
+"""Of the interpreter, while extraction runs on a GPU: each launch of a kernel drops the interpreter's lock, and gets it back from a
+writer thread only after this time (5 ms by default)."""
 _STOPPED = "the extraction was stopped before this prompt's turn"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -102,6 +106,9 @@ class Extractor:
         """Run jobs; yields the index of each whose rows have been handed over, or that has failed."""
         packer: Packer[ExtractJob] = Packer("alone", self.budget_tokens)
         flights: deque[_Flight] = deque()
+        switching = sys.getswitchinterval()
+        if self._is_cuda:
+            sys.setswitchinterval(_SWITCH_SECONDS)
         try:
             for job in jobs:
                 if not self._admit(packer, job):
@@ -113,6 +120,7 @@ class Extractor:
             while flights:
                 yield from self._deliver(flights.popleft())
         finally:
+            sys.setswitchinterval(switching)
             self._abandon(packer, flights)
 
     def _admit(self, packer: Packer[ExtractJob], job: ExtractJob) -> bool:
@@ -215,15 +223,16 @@ class Extractor:
 
     def _hand_over(self, flight: _Flight) -> None:
         flight.arena.wait()
-        digests = flight.arena.digests()
+        looked = flight.arena.digests()
         begin = 0
         for job, positions in zip(flight.jobs, flight.wanted, strict=True):
             end = begin + len(positions)
-            trouble = self._spot_checked(job, positions, flight.arena.host_rows(begin, end)) if positions else None
-            if trouble is not None:
-                job.capture.fail(trouble)
-                begin = end
-                continue
+            if positions and self.spot_check.due():
+                trouble = self._spot_checked(job, positions, flight.arena.host_rows(begin, end))
+                if trouble is not None:
+                    job.capture.fail(trouble)
+                    begin = end
+                    continue
             if positions:
                 data, release = flight.arena.share(begin, end)
                 ids = np.asarray(job.token_ids[positions.start : positions.stop], np.int64)
@@ -236,15 +245,14 @@ class Extractor:
                         slots=slots,
                         data=data,
                         release=release,
-                        digests=None if digests is None else digests[begin:end],
+                        digests=None if looked is None else looked[0][begin:end],
+                        all_finite=looked is not None and bool(looked[1][begin:end].all()),
                     )
                 )
             job.capture.finish(job.token_ids, "prefill")
             begin = end
 
     def _spot_checked(self, job: ExtractJob, positions: range, rows: Tensor) -> str | None:
-        if not self.spot_check.due():
-            return None
         layers = job.capture.spec.layers
         try:
             with self._lock:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from layertap.engines.base import TokenIds
 from layertap.engines.transformers.attention import IMPLEMENTATION, Pack, configurations, packed, private_view, register
 from layertap.engines.transformers.packing import Way
 from layertap.engines.transformers.tap import Piece, Tap, run_to_exit
@@ -66,7 +67,7 @@ class Passes:
         return _View(self._view(IMPLEMENTATION), self.layout)
 
     def run(
-        self, way: Way, sequences: Sequence[Sequence[int]], wanted: Sequence[range], layers: Sequence[int], rows: Tensor
+        self, way: Way, sequences: Sequence[TokenIds], wanted: Sequence[range], layers: Sequence[int], rows: Tensor
     ) -> None:
         """Run sequences in one forward and put the wanted rows of each, one after the other, into `rows`.
 
@@ -96,7 +97,7 @@ class Passes:
     def _run_packed(
         self,
         view: _View,
-        sequences: Sequence[Sequence[int]],
+        sequences: Sequence[TokenIds],
         wanted: Sequence[range],
         layers: Sequence[int],
         rows: Tensor,

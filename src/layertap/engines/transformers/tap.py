@@ -60,7 +60,8 @@ class Arena:
         self._shares = 0
         self._lock = threading.Lock()
         self.rows: Tensor = self._device
-        self._bytes = self._host
+        self._flat: NDArray[np.uint8] = self._host.numpy()
+        self._bytes: NDArray[np.uint8] = self._flat
         self._ids: NDArray[np.int64] | None = None
         self._accumulators: Tensor | None = None
         self._on_device: tuple[Tensor, ...] = ()
@@ -74,7 +75,8 @@ class Arena:
         """Lay the arena out for a batch."""
         used = rows * layers * hidden * dtype.itemsize
         self.rows = self._device[:used].view(dtype).view(rows, layers, hidden)
-        self._bytes = self._host[:used].view(rows, layers, hidden * dtype.itemsize)
+        self._used = used
+        self._bytes = self._flat[:used].reshape(rows, layers, hidden * dtype.itemsize)
 
     def fetch(self, stream: torch.cuda.Stream | None, token_ids: NDArray[np.int64]) -> None:
         """Start the copy to the host, and on the device the rows' digests, after the kernels that filled the arena.
@@ -97,8 +99,7 @@ class Arena:
                     seeds,
                     accumulators,
                 )  # kept until the event: the allocator knows only the main stream
-            flat = self._bytes.view(-1)
-            flat.copy_(self._device[: flat.numel()], non_blocking=True)
+            self._host[: self._used].copy_(self._device[: self._used], non_blocking=True)
             self._event.record(stream)
 
     def wait(self) -> None:
@@ -107,12 +108,13 @@ class Arena:
             self._event.synchronize()
             self._on_device = ()
 
-    def digests(self) -> NDArray[np.uint64] | None:
-        """The rows' digests, once `wait` has returned, where the device has computed them."""
+    def digests(self) -> tuple[NDArray[np.uint64], NDArray[np.bool_]] | None:
+        """The rows' digests and which rows are finite, once `wait` has returned, where the device has computed them."""
         if self._accumulators is None or self._ids is None:
             return None
         row_bytes = self._bytes.shape[1] * self._bytes.shape[2]
-        return finish_digests(self._accumulators.numpy().view(np.uint64), self._ids, row_bytes)
+        found = self._accumulators.numpy().view(np.uint64)
+        return finish_digests(found, self._ids, row_bytes), found[:, -1] == 0
 
     def share(self, begin: int, end: int) -> tuple[NDArray[np.uint8], Callable[[], None]]:
         """Lend rows begin .. end - 1 as bytes [n, layers, hidden * itemsize], and the call that gives them back."""
@@ -124,11 +126,11 @@ class Arena:
             if done.acquire(blocking=False):
                 self.give_back()
 
-        return self._bytes[begin:end].numpy(), release
+        return self._bytes[begin:end], release
 
     def host_rows(self, begin: int, end: int) -> Tensor:
         """Rows begin .. end - 1 [n, layers, hidden] on the host, once `wait` has returned."""
-        return self._bytes[begin:end].view(self.rows.dtype)
+        return torch.from_numpy(self._bytes[begin:end]).view(self.rows.dtype)
 
     def hold(self) -> None:
         """Keep the arena for the engine itself until `give_back`."""

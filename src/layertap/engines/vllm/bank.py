@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-MAX_ROWS = 128
+MAX_BYTES, LEAST_ROWS, MAX_ROWS = 1 << 19, 8, 128
+"""Of one request's part: enough to make a write worth its call, little enough that the end of many requests is soon written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,8 @@ class Bank:
 
     def __init__(self, num_slots: int, num_layers: int, cell_bytes: int, limit_bytes: int) -> None:
         row_bytes = num_layers * cell_bytes
-        self.rows = max(1, min(MAX_ROWS, limit_bytes // max(1, num_slots * row_bytes)))
+        worth = min(MAX_ROWS, max(LEAST_ROWS, MAX_BYTES // max(1, row_bytes)))
+        self.rows = max(1, min(worth, limit_bytes // max(1, num_slots * row_bytes)))
         self._num_layers = num_layers
         # touched only as far as it is used
         self._cells = torch.empty((num_slots * self.rows * num_layers, cell_bytes), dtype=torch.uint8)

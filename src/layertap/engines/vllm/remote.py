@@ -48,7 +48,9 @@ class RemoteCollector:
         self._state = threading.Condition()
         self._num_ordered = self._num_admitted = 0
         self._dead = self._closing = False
+        self._sending = threading.Lock()
         self._running: dict[str, Order] = {}
+        self._ending: set[str] = set()
         self._held: dict[int, Step] = {}
         self._next_key = 0
         self._counts: dict[str, float] = {}
@@ -64,9 +66,16 @@ class RemoteCollector:
             if not dead:
                 self._running[order.request_id] = order
                 self._num_ordered += 1
+            ending = order.request_id in self._ending
         if dead:
             _tell_reader(order)
-        self._outbox.put(("order", order))
+        elif ending:  # a name that is used again: behind its earlier bearer
+            self._outbox.put(("order", order))
+        else:  # not behind the rows of steps that still run, which the engine would then wait for
+            try:
+                self._send(("order", order))
+            except OSError as exc:
+                self._died(exc)
 
     def wait_for_admissions(self, timeout_seconds: float) -> None:
         """Wait until the locks of new captures are held."""
@@ -81,6 +90,7 @@ class RemoteCollector:
         """All rows of the request were handed over."""
         with self._state:
             self._running.pop(finish.request_id, None)
+            self._ending.add(finish.request_id)
         self._outbox.put(("finish", finish))
 
     def lose(self, request_ids: Iterable[str], reason: str) -> None:
@@ -108,7 +118,10 @@ class RemoteCollector:
                 if kind == "step":
                     self._send_step(content)
                 elif not self._dead:
-                    self._connection.send((kind, content))
+                    self._send((kind, content))
+                if kind == "finish":
+                    with self._state:
+                        self._ending.discard(content.request_id)
             except OSError as exc:
                 self._died(exc)
             except Exception:  # the thread serves every request
@@ -130,9 +143,11 @@ class RemoteCollector:
             self._held[key] = step
         chunks = [(c.request_id, c.first, c.stop, c.cell, c.num_layers, c.plan) for c in step.chunks]
         facts = np.ascontiguousarray(step.positions_and_ids())
-        self._connection.send(
-            ("step", (key, step.number, chunks, step.first_cell, step.first_cell + len(step.cells), facts))
-        )
+        self._send(("step", (key, step.number, chunks, step.first_cell, step.first_cell + len(step.cells), facts)))
+
+    def _send(self, message: Any) -> None:
+        with self._sending:
+            self._connection.send(message)
 
     def _receive_all(self) -> None:
         try:

@@ -31,6 +31,8 @@ from layertap.writing.recorder import Capture, Recorder
 logger = logging.getLogger(__name__)
 
 _TORCH_THREADS = 2
+_SWITCH_SECONDS = 0.0005
+"""Of the interpreter: threads here alternate between short Python and long system calls, and must not wait 5 ms (the default)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +145,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the engine's end of the connection decides
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(_TORCH_THREADS)
+    sys.setswitchinterval(_SWITCH_SECONDS)
     logging.basicConfig(level=logging.WARNING, format="layertap writer: %(message)s")
     Writer(Connection(int(sys.argv[1])), int(sys.argv[2])).serve()
     os._exit(0)
