@@ -20,7 +20,7 @@ SURFACE = {
         "--trust-remote-code",
         "model",
     ],
-    "export": ["--format", "--no-verify", "--verify", "folder", "out"],
+    "export": ["--context-size", "--format", "--model", "--no-verify", "--verify", "folder", "out"],
     "extract": [
         "--add-generation-prompt",
         "--device",
