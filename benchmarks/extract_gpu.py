@@ -15,7 +15,6 @@ import shutil
 import statistics
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -23,10 +22,9 @@ import transformers
 from workloads import QWEN3_8B, mixed_lengths, prompts, save_random_model
 
 import layertap
-from layertap.files.read import cleanup_hidden_states, read_file
+from layertap.files.read import cleanup_hidden_states, verify_file
 
 LAYERS = [2, 18, 33, 36]
-READERS: ProcessPoolExecutor  # clients are other processes
 
 
 def gemm_rate(num_tokens: int, rows: int, num_blocks: int = 36) -> float:
@@ -60,27 +58,49 @@ def gemm_rate(num_tokens: int, rows: int, num_blocks: int = 36) -> float:
     return max(1, num_tokens // rows) * rows / (time.perf_counter() - began)
 
 
-def read_and_delete(path: Path, expected: int) -> int:
-    """Verify every checksum of a file, then remove it."""
-    loaded = read_file(path)
-    assert len(loaded.token_ids) == expected
-    cleanup_hidden_states(path)
-    return loaded.rows.nbytes
+class Readers:
+    """Processes that verify every checksum of each file, then remove it. To be started before CUDA is set up."""
+
+    def __init__(self, count: int = 8) -> None:
+        context = multiprocessing.get_context("fork")
+        self._paths, self._seen = context.SimpleQueue(), context.SimpleQueue()
+        self._waiting = 0
+        for _ in range(count):
+            context.Process(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            path, tokens = self._paths.get()
+            info = verify_file(path)
+            cleanup_hidden_states(path)
+            self._seen.put(info.num_rows * info.row_bytes if info.num_tokens == tokens else None)
+
+    def put(self, path: Path, tokens: int) -> None:
+        """Hand a file over."""
+        self._waiting += 1
+        self._paths.put((path, tokens))
+
+    def wait(self) -> int:
+        """Until all are verified and gone; the bytes of their rows."""
+        sizes = [self._seen.get() for _ in range(self._waiting)]
+        self._waiting = 0
+        assert None not in sizes
+        return sum(sizes)
 
 
-def run(llm: layertap.LLM, work: list[list[int]], layers, store: Path | None) -> dict:
+def run(llm: layertap.LLM, work: list[list[int]], layers, store: Path | None, readers: Readers | None = None) -> dict:
     """One run; seconds until the last file is verified (or, without a store, until the last rows are in memory)."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     num_bytes = 0
-    futures = []
     for sample in llm.extract(work, layers=layers, storage=store):
-        if store is not None:
-            futures.append(READERS.submit(read_and_delete, sample.path, len(work[sample.index])))
+        if readers is not None:
+            readers.put(sample.path, len(work[sample.index]))
         else:
             num_bytes += sample.result.rows.nbytes
     handed = time.perf_counter() - began
-    num_bytes += sum(future.result() for future in futures)
+    if readers is not None:
+        num_bytes = readers.wait()
     seconds = time.perf_counter() - began
     tokens = sum(len(ids) for ids in work)
     return {
@@ -143,9 +163,7 @@ def warm_memory(store: Path, num_bytes: int = 20 << 30) -> None:
 
 
 def main() -> None:
-    global READERS
-    READERS = ProcessPoolExecutor(8, mp_context=multiprocessing.get_context("fork"))
-    list(READERS.map(int, range(64)))  # fork before CUDA is set up
+    readers = Readers()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="mixed,early,all,long")
     parser.add_argument("--model", type=Path, default=Path("/dev/shm/layertap-bench-model"))
@@ -183,8 +201,8 @@ def main() -> None:
         work, layers = cases[name]
         tokens = sum(len(ids) for ids in work)
         depth = 4 if name == "early" else 36
-        run(llm, work, layers, arguments.store)
-        filed = [run(llm, work, layers, arguments.store) for _ in range(arguments.repeats)]
+        run(llm, work, layers, arguments.store, readers)
+        filed = [run(llm, work, layers, arguments.store, readers) for _ in range(arguments.repeats)]
         memory = [run(llm, work, layers, None) for _ in range(arguments.repeats)] if name != "all" else []
         ceiling = gemm_rate(tokens, 16_384, depth)
         rate = statistics.median(result["tok_s"] for result in filed)
