@@ -24,9 +24,10 @@ from layertap.cli.stopping import GracefulStop
 if TYPE_CHECKING:
     from layertap.datasets.extraction import RunOptions, RunReport
     from layertap.datasets.inputs import InputFile
+    from layertap.datasets.regenerating import RegenerateOptions
 
 _SHOWN_FAILURES = 10
-_RUN, _INPUT, _MODEL = "What to take", "Input", "Model and engine"
+_RUN, _INPUT, _ANSWERS, _MODEL = "What to take", "Input", "Answers of the model", "Model and engine"
 
 
 def extract(
@@ -109,6 +110,23 @@ def extract(
         bool,
         typer.Option(help="Find the tokens of chats that the model would have generated.", rich_help_panel=_INPUT),
     ] = True,
+    regenerate: Annotated[
+        bool,
+        typer.Option(
+            "--regenerate",
+            help="The model answers every turn anew; the states are of what it said.",
+            rich_help_panel=_ANSWERS,
+        ),
+    ] = False,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy; default the model's own.", rich_help_panel=_ANSWERS)
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(help="Default the model's own.", rich_help_panel=_ANSWERS)] = None,
+    top_k: Annotated[int | None, typer.Option(help="Default the model's own.", rich_help_panel=_ANSWERS)] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Of an answer; default 2048.", rich_help_panel=_ANSWERS)
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of all answers; default 0.", rich_help_panel=_ANSWERS)] = None,
     template_date: Annotated[
         datetime | None,
         typer.Option(
@@ -144,7 +162,7 @@ def extract(
 ) -> None:
     """Extract hidden states of a file of prompts into a data set.
 
-    Prefill only: nothing is generated, no block past the deepest layer is loaded. Prompts that fail are listed at the end
+    Prefill only (but for --regenerate), no block past the deepest layer is loaded. Prompts that fail are listed at the end
     (exit code 3); the others are written. Stopped or killed at any moment, the same command goes on.
 
     Example: layertap extract Qwen/Qwen3-8B chats.jsonl --layers eagle3 --out states
@@ -176,12 +194,26 @@ def extract(
             add_generation_prompt=add_generation_prompt,
             loss_mask=loss_mask,
             positions=positions,
+            regenerate=_answers(regenerate, temperature, top_p, top_k, max_tokens, seed),
             template_date=None if template_date is None else template_date.date(),
             check_rows=resume_check == "rows",
             shards=ShardOptions(shard_bytes=parse_bytes(shard_size), shard_seconds=shard_seconds, fsync=fsync),
         )
         engine_options = {name: value for name, value in given.items() if value is not None}
         _run(model, engine, engine_options, source, out, options, quiet)
+
+
+def _answers(regenerate: bool, *given: float | None) -> "RegenerateOptions | None":
+    from layertap.datasets.regenerating import RegenerateOptions
+    from layertap.errors import OptionError
+
+    names = ("temperature", "top_p", "top_k", "max_tokens", "seed")
+    options: dict[str, Any] = {name: value for name, value in zip(names, given, strict=True) if value is not None}
+    if not regenerate and options:
+        raise OptionError(
+            f"--{next(iter(options)).replace('_', '-')} is for answers of the model; give --regenerate, too"
+        )
+    return RegenerateOptions(**options) if regenerate else None
 
 
 def _run(
@@ -225,6 +257,11 @@ def _run(
 
 
 def _end(report: "RunReport", out: Path) -> None:
+    if report.num_unshown:
+        say(
+            f"{plural(report.num_unshown, 'earlier answer')} not trained: the chat template shows them with other tokens "
+            "than were generated"
+        )
     if report.failures:
         say_error(f"{plural(report.num_failed, 'prompt')} failed; all others were delivered:")
         for _, reason in report.failures[:_SHOWN_FAILURES]:

@@ -8,9 +8,10 @@ Running it again continues: finished samples are verified by their checksums and
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from layertap.datasets.index import Spans
 from layertap.datasets.inputs import BrokenRecord, InputFile, InputRecord, Record
 from layertap.datasets.lookup import write_cache
 from layertap.datasets.manifest import LAYOUTS, Layout, Manifest, RowIdentity, read_manifest
+from layertap.datasets.regenerating import BATCH, Answering, RegenerateOptions
 from layertap.datasets.resume import (
     Prepared,
     locked_folder,
@@ -56,6 +58,8 @@ class RunOptions:
     """Find the trained tokens of each chat; a chat whose turns can't be told fails."""
     positions: Kept = "all"
     """`trained`: keep only the rows of trained tokens, and the row before each run of them, which predicts its first."""
+    regenerate: RegenerateOptions | None = None
+    """Let the model answer first, and take the states of what it said; None: of what the input holds."""
     template_date: date | None = None
     """What chat templates that print today's date get; default the date of the set's first run."""
     shards: ShardOptions = field(default_factory=ShardOptions)
@@ -71,6 +75,10 @@ class RunOptions:
             raise OptionError(f"positions: {self.positions!r} is none of all, trained")
         if self.positions == "trained" and not self.loss_mask:
             raise OptionError("positions: 'trained' needs loss masks; leave loss_mask on")
+        if self.regenerate is not None and self.add_generation_prompt:
+            raise OptionError(
+                "add_generation_prompt: with regenerate every chat ends with an answer, not with a header"
+            )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,6 +92,8 @@ class RunReport:
     """Of rows."""
     num_skipped: int = 0
     """Samples that were done already."""
+    num_unshown: int = 0
+    """Regenerated answers that the chat template shows with other tokens, and that are therefore not trained."""
     num_failed: int = 0
     failures: list[tuple[str, str]] = field(default_factory=list)
     """(where, reason) of the first 1000; all are on record in the data set."""
@@ -189,6 +199,7 @@ def make_manifest(llm: LLM, source: InputFile, options: RunOptions) -> Manifest:
             "add_generation_prompt": options.add_generation_prompt,
             "loss_mask": options.loss_mask,
             "positions": options.positions,
+            "regenerate": options.regenerate and options.regenerate.identity(info.generation_defaults),
             "template_date": _template_date(tokenizer, options),
             "input_format": source.format,
             "field": source.field,
@@ -228,25 +239,38 @@ def _run(
 ) -> None:
     with DatasetWriter(report.folder, prepared.manifest, options.shards) as writer:
         feed = _Feed(llm, source, options, prepared, report, writer, should_stop)
-        results = llm.extract(iter(feed), layers=prepared.manifest.rows.layers, save_dtype=options.save_dtype)
-        try:
-            with contextlib.closing(results):
-                for result in results:
-                    record, mask = feed.running.pop(result.index)
-                    _add(writer, record, mask, result, report, options.positions)
-        except ExtractionError as exc:
-            for number, reason in exc.failures:
-                feed.fail(feed.running.pop(number)[0], reason)
+        batches: Iterable[Iterable[Prompt]] = (
+            [feed] if options.regenerate is None else feed.answered(options.regenerate)
+        )
+        for batch in batches:
+            results = llm.extract(iter(batch), layers=prepared.manifest.rows.layers, save_dtype=options.save_dtype)
+            try:
+                with contextlib.closing(results):
+                    for result in results:
+                        _add(writer, feed.running.pop(result.index), result, report, options.positions)
+            except ExtractionError as exc:
+                for number, reason in exc.failures:
+                    feed.fail(feed.running.pop(number).record, reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Running:
+    """What is known of a prompt beside its rows."""
+
+    record: InputRecord
+    mask: Spans | None
+    prompt_tokens: int | None = None
+    finish_reason: str | None = None
 
 
 def _add(
     writer: DatasetWriter,
-    record: InputRecord,
-    mask: Spans | None,
+    running: _Running,
     result: Extracted,
     report: RunReport,
     positions: str,
 ) -> None:
+    record, mask = running.record, running.mask
     kept = result.result
     if kept.rows is None:
         raise TypeError("rows that were to be kept in memory went to a file")
@@ -264,8 +288,8 @@ def _add(
             sample_id=record.sample_id,
             rows=rows,
             token_ids=token_ids,
-            prompt_tokens=kept.info.prompt_len,
-            finish_reason=kept.info.facts.get("finish_reason", "prefill"),
+            prompt_tokens=kept.info.prompt_len if running.prompt_tokens is None else running.prompt_tokens,
+            finish_reason=running.finish_reason or kept.info.facts.get("finish_reason", "prefill"),
             loss_mask=mask,
             positions=spans,
         )
@@ -288,17 +312,19 @@ class _Feed:
         writer: DatasetWriter,
         should_stop: Callable[[], bool],
     ) -> None:
-        self.running: dict[int, tuple[InputRecord, Spans | None]] = {}
-        """Records and their masks, by the place in what the engine was given."""
+        self.running: dict[int, _Running] = {}
+        """By the place in what the engine was given."""
+        self._llm = llm
         self._source = source
         self._done = prepared.done
+        self._loss_mask = options.loss_mask
         self._report = report
         self._writer = writer
         self._should_stop = should_stop
         self._tokenizer = RecordTokenizer(
             llm.info,
             llm.get_tokenizer(),
-            add_generation_prompt=options.add_generation_prompt,
+            add_generation_prompt=options.add_generation_prompt or options.regenerate is not None,
             loss_mask=options.loss_mask,
             positions=options.positions,
             template_kwargs=template_kwargs(prepared.manifest),
@@ -306,21 +332,45 @@ class _Feed:
 
     def __iter__(self) -> Iterator[Prompt]:
         place = 0
+        for record in self._records():
+            try:
+                prompt, mask = self._tokenizer.read(record)
+            except LayertapError as exc:
+                self.fail(record, f"{record.where}: {exc}")
+                continue
+            self.running[place] = _Running(record=record, mask=mask)
+            place += 1
+            yield prompt
+
+    def answered(self, options: RegenerateOptions) -> Iterator[list[Prompt]]:
+        """The records after the model has answered them, some at a time."""
+        answering = Answering(self._llm, options, self._tokenizer, loss_mask=self._loss_mask)
+        records = self._records()
+        while batch := list(islice(records, BATCH)):
+            prompts: list[Prompt] = []
+            for done in answering.answer(batch):
+                if done.error is not None:
+                    self.fail(done.record, f"{done.record.where}: {done.error}")
+                    continue
+                self._report.num_unshown += done.num_unshown
+                self.running[len(prompts)] = _Running(
+                    record=done.record,
+                    mask=done.mask,
+                    prompt_tokens=done.prompt_tokens,
+                    finish_reason=done.finish_reason,
+                )
+                prompts.append(Prompt(token_ids=done.token_ids))
+            yield prompts
+
+    def _records(self) -> Iterator[InputRecord]:
         for record in self._counted():
             if self._should_stop():
                 self._report.stopped = True
                 return
             if isinstance(record, BrokenRecord):
                 self.fail(record, str(record.error))
-                continue
-            try:
-                prompt, mask = self._tokenizer.read(record)
-            except LayertapError as exc:
-                self.fail(record, f"{record.where}: {exc}")
-                continue
-            self.running[place] = record, mask
-            place += 1
-            yield prompt
+            else:
+                yield record
 
     def fail(self, record: Record, reason: str) -> None:
         """Put a failed input on record."""

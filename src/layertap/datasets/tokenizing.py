@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
-from layertap.datasets.conversations import ChatPrompt, TextPrompt
+from layertap.datasets.conversations import ChatPrompt, TextPrompt, TokenPrompt
 from layertap.datasets.index import Spans
 from layertap.datasets.inputs import InputRecord
 from layertap.datasets.masks import LossMasks
@@ -55,27 +55,47 @@ class RecordTokenizer:
             return self._read_chat(prompt)
         if self._positions == "trained":
             raise PromptError("positions 'trained' takes chats only: a prompt that isn't one has no loss mask")
-        if isinstance(prompt, TextPrompt):
-            return self._prompts.read({"prompt": prompt.text}), None
-        return self._prompts.read({"prompt_token_ids": list(prompt.token_ids)}), None
+        return self.prompt(prompt, room=0), None
 
-    def _read_chat(self, chat: ChatPrompt) -> tuple[Prompt, Spans | None]:
-        prompt = self._prompts.chat(
-            chat.messages,
-            tools=chat.tools,
-            add_generation_prompt=self._add_generation_prompt,
-            chat_template_kwargs=self._template_kwargs,
-            room=0,
-        )
+    def prompt(self, source: TextPrompt | TokenPrompt | ChatPrompt, *, room: int) -> Prompt:
+        """Return a prompt alone, with room for so many tokens behind it.
+
+        Raises:
+            PromptError: it can't be run.
+        """
+        if isinstance(source, ChatPrompt):
+            return self._prompts.chat(
+                source.messages,
+                tools=source.tools,
+                add_generation_prompt=self._add_generation_prompt,
+                chat_template_kwargs=self._template_kwargs,
+                room=room,
+            )
+        if isinstance(source, TextPrompt):
+            return self._prompts.read({"prompt": source.text}, room=room)
+        return self._prompts.read({"prompt_token_ids": list(source.token_ids)}, room=room)
+
+    def turns(self, chat: ChatPrompt, prompt: Prompt) -> list[tuple[int, int]]:
+        """Return the spans of the assistant's turns of a chat, in its tokens.
+
+        Raises:
+            PromptError: they can't be told.
+        """
         if self._masks is None or prompt.text is None:
-            return prompt, None
-        spans = self._masks.spans(
+            return []
+        return self._masks.spans(
             prompt.text,
             prompt.token_ids,
             chat.messages,
             chat.tools,
             add_generation_prompt=self._add_generation_prompt,
         )
+
+    def _read_chat(self, chat: ChatPrompt) -> tuple[Prompt, Spans | None]:
+        prompt = self.prompt(chat, room=0)
+        if self._masks is None or prompt.text is None:
+            return prompt, None
+        spans = self.turns(chat, prompt)
         if self._positions == "trained" and not spans:
             raise PromptError("positions 'trained': the chat has no turn of the assistant, so there is nothing to keep")
         return prompt, tuple(spans)
