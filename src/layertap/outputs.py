@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layertap.files.read import load_hidden_states
+from layertap.files.read import read_file
+from layertap.files.values import to_tensors
 from layertap.writing.sinks import Result
 
 if TYPE_CHECKING:
@@ -107,15 +108,19 @@ class Extracted:
 
     @property
     def hidden_states(self) -> "torch.Tensor":
-        """[tokens, layers, hidden] on the CPU; read from the file where a storage was given."""
-        import torch
+        """[tokens, layers, hidden] on the CPU, as they are saved; read from the file where a storage was given."""
+        return self._values["hidden_states"]
 
+    @property
+    def hidden_states_scale(self) -> "torch.Tensor | None":
+        """[tokens, layers] float32 with fp8 rows, whose values stand for themselves times this; otherwise None."""
+        return self._values.get("hidden_states_scale")
+
+    @property
+    def _values(self) -> "dict[str, torch.Tensor]":
         result = self._result
-        if result.rows is None:
-            return load_hidden_states(str(result.path))["hidden_states"]
-        info = result.info
-        flat = torch.from_numpy(result.rows.reshape(-1)).view(getattr(torch, info.dtype))
-        return flat.view(info.num_rows, len(info.layers), info.hidden_size)
+        rows = read_file(str(result.path)).rows if result.rows is None else result.rows
+        return to_tensors(rows, result.info.dtype)
 
     @property
     def result(self) -> Result:

@@ -1,4 +1,5 @@
 import json
+import pickle
 from datetime import date
 
 import numpy as np
@@ -173,6 +174,27 @@ def test_rows_are_saved_in_the_dtype_asked_for(llm, make_input, folder, referenc
     assert item["hidden_states"].dtype == torch.bfloat16
     expected = reference(item["token_ids"].tolist())
     assert torch.linalg.norm(item["hidden_states"].float() - expected) < 3e-2 * torch.linalg.norm(expected)
+
+
+def test_fp8_rows_are_the_quantized_rows_of_a_plain_run(llm, make_input, folder, tmp_path):
+    extract_dataset(llm, make_input(many(3)), tmp_path / "plain", options())
+    extract_dataset(llm, make_input(many(3)), folder, options(save_dtype="fp8_e4m3"))
+    extract_dataset(llm, make_input(many(5)), folder, options(save_dtype="fp8_e4m3"))  # and goes on
+    ds, plain = open_dataset(folder, verify=True), open_dataset(tmp_path / "plain")
+    assert (len(ds), ds.dtype, ds.manifest.format_version, plain.manifest.format_version) == (5, "fp8_e4m3", 2, 1)
+    read = open_dataset(folder, dtype="float32")
+    for item, numbers, exact in zip(ds[:3], read[:3], plain, strict=True):
+        rows = exact["hidden_states"]
+        expected_scale = rows.abs().amax(-1) / torch.tensor(448.0)
+        torch.testing.assert_close(item["hidden_states_scale"], expected_scale, rtol=1e-4, atol=0)
+        assert item["hidden_states"].dtype == torch.float8_e4m3fn
+        assert torch.equal(
+            numbers["hidden_states"], item["hidden_states"].float() * item["hidden_states_scale"][..., None]
+        )
+        assert "hidden_states_scale" not in numbers
+        assert ((numbers["hidden_states"] - rows).norm(dim=-1) <= rows.norm(dim=-1) / 16).all()
+    ds.verify()
+    assert pickle.loads(pickle.dumps(read))[2]["hidden_states"].dtype == torch.float32
 
 
 def test_a_failing_write_ends_the_run_and_keeps_what_is_complete(llm, reference, make_input, folder, monkeypatch):

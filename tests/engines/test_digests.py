@@ -1,4 +1,7 @@
-"""The device's row digests against the xxhash library, and its search for values that aren't finite. Without a GPU the kernel runs in Triton's interpreter."""
+"""The device's row digests against the xxhash library, and its search for values that aren't finite.
+
+Without a GPU the kernel runs in Triton's interpreter.
+"""
 
 import os
 import subprocess
@@ -19,7 +22,7 @@ from layertap.engines.digests import finish_digests, start_digests
 from layertap.files.format import row_digests
 device = sys.argv[1]
 rng = np.random.default_rng(0)
-for row_bytes in (256, 320, 1024, 1088, 2048, 2304, 4096 + 64):
+for row_bytes in (248, 320, 584, 1024, 1032, 1088, 2048, 2336):
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         data = torch.from_numpy(rng.standard_normal((11, row_bytes // dtype.itemsize))).to(dtype)
         for row, value in ((2, float("nan")), (4, float("inf")), (5, -float("inf")), (8, torch.finfo(dtype).max), (9, -0.0)):
@@ -32,6 +35,15 @@ for row_bytes in (256, 320, 1024, 1088, 2048, 2304, 4096 + 64):
         assert (finish_digests(found.view(np.uint64), ids, row_bytes) == row_digests(raw, ids)).all(), row_bytes
         finite = torch.isfinite(data.float()).all(1).numpy()
         assert ((found[:, -1] == 0) == finite).all(), (row_bytes, dtype)
+for hidden, slots in ((64, 5), (248, 1), (576, 3)):
+    size = (11, slots, hidden + 8)
+    data = rng.integers(0, 0x7F, size, dtype=np.uint8) | rng.integers(0, 2, size, dtype=np.uint8) << 7
+    data[:, :, hidden:] = 0x7F  # the scale is no value
+    data[2, 0, 5], data[3, -1, hidden - 1], data[7, -1, 0] = 0x7F, 0xFF, 0xFF
+    found = start_digests(torch.from_numpy(data).to(device), torch.from_numpy(ids).to(device)).cpu().numpy()
+    raw = data.reshape(11, -1)
+    assert (finish_digests(found.view(np.uint64), ids, raw.shape[1]) == row_digests(raw, ids)).all(), hidden
+    assert np.flatnonzero(found[:, -1]).tolist() == [2, 3, 7]
 print("equal")
 """
 

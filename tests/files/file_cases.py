@@ -35,6 +35,10 @@ def make_data(spec, num_rows=None, seed=0):
         raw = (values.view(np.uint32) >> 16).astype(np.uint16)
     elif spec.dtype == "float16":
         raw = values.astype(np.float16)
+    elif spec.dtype == "fp8_e4m3":
+        raw = np.zeros((num_rows, len(spec.layers), spec.slot_bytes), np.uint8)
+        raw[:, :, :-8] = rng.integers(0, 0x7F, values.shape) | rng.integers(0, 2, values.shape) << 7
+        raw[:, :, -8:-4] = rng.uniform(0.1, 4, (*values.shape[:2], 1)).astype("<f4").view(np.uint8)
     else:
         raw = values
     return raw.view(np.uint8).reshape(num_rows, len(spec.layers), spec.slot_bytes), rng.integers(0, 1000, num_rows)

@@ -19,7 +19,7 @@ from layertap.capture.request import Window
 from layertap.errors import CorruptError, ForeignError, HiddenStatesError, OptionError, TornError
 from layertap.files.read import load_hidden_states, read_header
 
-FROZEN = Path(__file__).parents[1] / "compat" / "format_1"
+COMPAT = Path(__file__).parents[1] / "compat"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -35,6 +35,50 @@ def test_the_safetensors_library_reads_what_was_written(tmp_path, dtype):
     ours = load_hidden_states(path)
     assert torch.equal(ours["hidden_states"], tensors["hidden_states"])
     assert torch.equal(ours["token_ids"], tensors["token_ids"])
+
+
+def test_fp8_rows_can_be_read_from_the_description_alone(tmp_path):
+    """An independent reader of version 2, written from docs/format.md."""
+    path = tmp_path / "a.safetensors"
+    rows, ids, _ = write_sample(make_recorder(), path, make_spec(dtype="fp8_e4m3", hidden_size=16), chunk=4)
+    tensors = safetensors.torch.load_file(path)
+    assert set(tensors) == {"hidden_states_fp8", "token_ids"}
+    slots = tensors["hidden_states_fp8"]
+    assert (slots.shape, slots.dtype) == ((6, 2, 16 + 8), torch.uint8)
+    values, scale = slots[..., :16].view(torch.float8_e4m3fn), slots[..., 16:20].view(torch.float32)
+    assert not slots[..., 20:].any()
+    with safetensors.safe_open(path, "pt") as file:
+        assert file.metadata()["layertap_format"] == "2"
+        digests = np.frombuffer(base64.b64decode(file.metadata()["row_digests"]), "<u8")
+    bodies = [slots[i].numpy().tobytes() for i in range(6)]
+    assert digests.tolist() == [xxhash.xxh3_64_intdigest(b, seed=i) for b, i in zip(bodies, ids.tolist(), strict=True)]
+    ours = load_hidden_states(path)
+    assert set(ours) == {"hidden_states", "hidden_states_scale", "token_ids"}
+    assert torch.equal(ours["hidden_states"].view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(ours["hidden_states_scale"], scale[..., 0])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        read = load_hidden_states(path, dtype=str(dtype).removeprefix("torch."))
+        assert set(read) == {"hidden_states", "token_ids"}
+        assert torch.equal(read["hidden_states"], (values.float() * scale).to(dtype))
+
+
+def test_rows_can_be_read_in_another_dtype(tmp_path):
+    path = tmp_path / "a.safetensors"
+    write_sample(make_recorder(), path, make_spec(dtype="bfloat16"))
+    saved = load_hidden_states(path)["hidden_states"]
+    assert torch.equal(load_hidden_states(path, dtype="float32")["hidden_states"], saved.float())
+    with pytest.raises(OptionError, match="'fp8_e4m3' is none of float32, bfloat16, float16"):
+        load_hidden_states(path, dtype="fp8_e4m3")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "fp8_e4m3"])
+def test_a_header_of_the_other_version_is_damage(tmp_path, dtype):
+    path = tmp_path / "a.safetensors"
+    write_sample(make_recorder(), path, make_spec(dtype=dtype))
+    version, other = (b'"layertap_format":"1"', b'"layertap_format":"2"')[:: -1 if dtype == "fp8_e4m3" else 1]
+    content = path.read_bytes()
+    assert content.count(version) == 1
+    check_refused(tmp_path, content.replace(version, other), (CorruptError,))
 
 
 def test_the_metadata_says_what_the_file_holds(tmp_path):
@@ -75,12 +119,12 @@ def test_digests_can_be_recomputed_from_the_description_alone(tmp_path):
     assert xxhash.xxh3_128_hexdigest(packed + canonical) == digest
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16_window"])
-def test_files_of_version_1_stay_readable_byte_for_byte(name, tmp_path):
-    expected = json.loads((FROZEN / f"{name}.json").read_text())
+@pytest.mark.parametrize("name", ["format_1/float32", "format_1/bfloat16_window", "format_2/fp8"])
+def test_files_of_older_versions_stay_readable_byte_for_byte(name, tmp_path):
+    expected = json.loads((COMPAT / f"{name}.json").read_text())
     path = tmp_path / "frozen.safetensors"
     path.write_bytes(base64.b64decode(expected["file"]))
-    loaded = load_hidden_states(path)
+    loaded = load_hidden_states(path, dtype="float32")
     assert loaded["token_ids"].tolist() == expected["token_ids"]
     np.testing.assert_array_equal(
         loaded["hidden_states"].float().numpy(), np.array(expected["hidden_states"], np.float32)
@@ -165,9 +209,9 @@ def test_hostile_headers_are_refused_without_allocating(sample, tmp_path, change
 def test_another_version_is_named(sample, tmp_path):
     (size,) = struct.unpack("<Q", sample[:8])
     header = json.loads(sample[8 : 8 + size])
-    header["__metadata__"]["layertap_format"] = "2"
+    header["__metadata__"]["layertap_format"] = "3"
     content = struct.pack("<Q", size) + json.dumps(header).encode().ljust(size) + sample[8 + size :]
-    assert "version '2'" in str(check_refused(tmp_path, content, (ForeignError,)))
+    assert "version '3'" in str(check_refused(tmp_path, content, (ForeignError,)))
 
 
 def test_a_file_of_vllms_own_connector_is_named_as_such(tmp_path):

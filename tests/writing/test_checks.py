@@ -19,7 +19,7 @@ def through(recorder, spec, rows, ids, path=None, name="r"):
     return capture.finish(ids, "prefill").result(30)
 
 
-@pytest.fixture(params=["float32", "bfloat16", "float16"])
+@pytest.fixture(params=["float32", "bfloat16", "float16", "fp8_e4m3"])
 def case(request):
     spec = make_spec(num_rows=12, layers=(0, 3, 1), dtype=request.param)
     rows, _ = make_data(spec)
@@ -42,10 +42,16 @@ def test_finite_agrees_with_numpy(values):
 @pytest.mark.parametrize("bits", ["nan", "inf", "-inf", "-nan"])
 def test_one_value_that_is_not_finite_fails_the_request_with_its_place(case, bits, tmp_path):
     spec, rows, ids = case
-    pattern = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}[spec.dtype]
-    integer = np.uint32 if spec.dtype == "float32" else np.uint16
-    value = pattern | ("nan" in bits) | ((1 << (8 * integer().itemsize - 1)) if "-" in bits else 0)
-    rows.view(integer)[7, 1, 5] = value
+    if spec.dtype == "fp8_e4m3":  # has no infinity: the scale has
+        place = slice(-8, -4) if "inf" in bits else 5
+        rows[7, 1, place] = (
+            np.array([float(bits)], "<f4").view(np.uint8) if "inf" in bits else 0x7F | ("-" in bits) << 7
+        )
+    else:
+        pattern = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}[spec.dtype]
+        integer = np.uint32 if spec.dtype == "float32" else np.uint16
+        value = pattern | ("nan" in bits) | ((1 << (8 * integer().itemsize - 1)) if "-" in bits else 0)
+        rows.view(integer)[7, 1, 5] = value
     path = tmp_path / "a.safetensors"
     with pytest.raises(EngineError, match="1 of 36 rows hold NaN or infinity, first at position 7, layer 3"):
         through(make_recorder(), spec, rows, ids, path)

@@ -12,13 +12,29 @@ from layertap.capture import parsing
 from layertap.capture.layers import LayersLike
 from layertap.errors import OptionError
 
-SAVE_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FP8 = "fp8_e4m3"
+SAVE_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
 """Dtypes of saved rows and their bytes per value."""
+FP8_TAIL_BYTES = 8
+"""What follows the values of an fp8 slot: the scale, a float32, and four zeros, so that 64-bit words stay aligned."""
 
-EXPONENT_BITS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
+EXPONENT_BITS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00, FP8: 0x7F}
 """All ones in these bits of a value mean infinity or NaN."""
 
 Positions = Literal["last", "output"] | tuple[int, int]
+
+
+def slot_bytes(dtype: str, hidden_size: int) -> int:
+    """Bytes of one row in one layer.
+
+    Raises:
+        OptionError: rows of this width can't be saved in this dtype.
+    """
+    if dtype != FP8:
+        return hidden_size * SAVE_DTYPES[dtype]
+    if hidden_size % 8:
+        raise OptionError(f"save_dtype: {FP8} takes hidden sizes that are multiples of 8, the model's is {hidden_size}")
+    return hidden_size + FP8_TAIL_BYTES
 
 
 def check_layers(value: Any) -> LayersLike:
@@ -178,10 +194,13 @@ class CaptureSpec:
     max_tokens: int = 0
     window: Window = Window()
 
+    def __post_init__(self) -> None:
+        slot_bytes(self.dtype, self.hidden_size)  # raises what can't be saved
+
     @property
     def slot_bytes(self) -> int:
         """Bytes of one row in one layer."""
-        return self.hidden_size * SAVE_DTYPES[self.dtype]
+        return slot_bytes(self.dtype, self.hidden_size)
 
     @property
     def row_bytes(self) -> int:

@@ -56,7 +56,7 @@ def extract(
         Literal["shards", "files"], typer.Option(help="Many samples a file, or one.", rich_help_panel=_RUN)
     ] = "shards",
     save_dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None,
+        Literal["float32", "bfloat16", "float16", "fp8_e4m3"] | None,
         typer.Option(help="Dtype of the saved rows; default the compute dtype.", rich_help_panel=_RUN),
     ] = None,
     positions: Annotated[

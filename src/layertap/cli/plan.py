@@ -17,7 +17,7 @@ def plan(
     layers: Annotated[str, typer.Option(help="Layer ids or a preset.", show_default=False)],
     out: Annotated[Path, typer.Option(help="Where the data set would go; for the free space.")] = Path(),
     save_dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Dtype of the saved rows.")
+        Literal["float32", "bfloat16", "float16", "fp8_e4m3"] | None, typer.Option(help="Dtype of the saved rows.")
     ] = None,
     positions: Annotated[Literal["all", "trained"], typer.Option(help="Which rows are kept.")] = "all",
     sample: Annotated[int, typer.Option(min=1, help="How many records are tokenized.")] = 1000,

@@ -53,7 +53,7 @@ def serve(
         str | None, typer.Option(help="Rows in memory at most. Default a sixteenth of memory.", rich_help_panel=_STORE)
     ] = None,
     save_dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None,
+        Literal["float32", "bfloat16", "float16", "fp8_e4m3"] | None,
         typer.Option(help="Dtype of the saved rows; default the compute dtype.", rich_help_panel=_STORE),
     ] = None,
     capture_by_default: Annotated[

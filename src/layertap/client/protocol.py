@@ -12,6 +12,7 @@ from layertap.client.errors import error_of, raise_for, raise_for_file, retry_af
 from layertap.client.objects import load_object, object_state
 from layertap.errors import HiddenStatesError, LayertapError, TornError, WaitTimeoutError
 from layertap.files.read import Loaded, read_file, read_open_file
+from layertap.files.values import to_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -237,12 +238,7 @@ def as_tensors(loaded: Loaded) -> "dict[str, torch.Tensor]":
     """What `load_hidden_states` returns."""
     import torch
 
-    info = loaded.info
-    rows = torch.from_numpy(loaded.rows.reshape(-1)).view(getattr(torch, info.dtype))
-    return {
-        "hidden_states": rows.view(info.num_rows, len(info.layers), info.hidden_size),
-        "token_ids": torch.from_numpy(loaded.token_ids),
-    }
+    return to_tensors(loaded.rows, loaded.info.dtype) | {"token_ids": torch.from_numpy(loaded.token_ids)}
 
 
 def key_headers(api_key: str | None) -> dict[str, str]:

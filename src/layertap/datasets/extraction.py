@@ -19,7 +19,7 @@ import numpy as np
 
 from layertap import __version__
 from layertap.capture.layers import LayersLike, resolve_layers
-from layertap.capture.request import SAVE_DTYPES
+from layertap.capture.request import SAVE_DTYPES, slot_bytes
 from layertap.datasets.fingerprint import model_fingerprint, template_hash, tokenizer_hash
 from layertap.datasets.index import Spans
 from layertap.datasets.inputs import BrokenRecord, InputFile, InputRecord, Record
@@ -177,8 +177,10 @@ def make_manifest(llm: LLM, source: InputFile, options: RunOptions) -> Manifest:
 
     Raises:
         LayerError: a layer doesn't exist.
+        OptionError: rows of the model's width can't be saved in this dtype.
     """
     info = llm.info
+    slot_bytes(options.save_dtype or info.dtype, info.hidden_size)
     tokenizer = llm.get_tokenizer()
     identity = RowIdentity(
         model=info.model,

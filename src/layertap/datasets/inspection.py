@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from layertap.datasets.reader import open_dataset
 from layertap.errors import OptionError
 from layertap.files.read import read_file
-
-Floats: TypeAlias = NDArray[np.float32]
+from layertap.files.values import Floats, to_float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,14 +107,6 @@ def view_sample(folder: Path, position: int) -> SampleView:
         compute_dtype=ds.manifest.rows.compute_dtype,
         facts=facts,
     )
-
-
-def to_float32(rows: NDArray[np.uint8], dtype: str) -> Floats:
-    """Turn raw rows [tokens, layers, bytes of a slot] into numbers."""
-    flat = np.ascontiguousarray(rows)
-    if dtype == "bfloat16":  # NumPy has none: it is the upper half of a float32
-        return (flat.view("<u2").astype(np.uint32) << 16).view(np.float32)
-    return flat.view("<f4" if dtype == "float32" else "<f2").astype(np.float32)
 
 
 def norms(rows: Floats) -> Floats:

@@ -14,11 +14,13 @@ from typing import Any, Literal, TypeAlias
 
 import xxhash
 
+from layertap.capture.request import FP8
 from layertap.errors import CorruptError, ForeignError, MissingError, OptionError
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "layertap.dataset"
 FORMAT_VERSION = 1
+FP8_FORMAT_VERSION = 2
 
 Layout: TypeAlias = Literal["shards", "files"]
 LAYOUTS: tuple[Layout, ...] = ("shards", "files")
@@ -62,9 +64,14 @@ class Manifest:
     """For people: versions, device, time. Not compared."""
     id: str = field(default_factory=lambda: secrets.token_hex(8))
 
+    @property
+    def format_version(self) -> int:
+        """The lowest that says all: readers that know only that one read on."""
+        return FP8_FORMAT_VERSION if self.rows.save_dtype == FP8 else FORMAT_VERSION
+
     def to_json(self) -> bytes:
         """Return the bytes of `manifest.json`."""
-        body = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
+        body = {"format": FORMAT, "format_version": self.format_version, **asdict(self)}
         body["checksum"] = _checksum(body)
         return (json.dumps(body, indent=2, ensure_ascii=True) + "\n").encode()
 
@@ -120,9 +127,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise CorruptError(f"{path}: the manifest isn't JSON: {exc}") from exc
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise ForeignError(f"{path}: not the manifest of a layertap data set")
-    if body.get("format_version") != FORMAT_VERSION:
+    if body.get("format_version") not in (FORMAT_VERSION, FP8_FORMAT_VERSION):
         raise ForeignError(
-            f"{path}: format version {body.get('format_version')!r}; this version of layertap reads {FORMAT_VERSION}"
+            f"{path}: format version {body.get('format_version')!r}; this version of layertap reads {FORMAT_VERSION} and "
+            f"{FP8_FORMAT_VERSION}"
         )
     if body.pop("checksum", None) != _checksum(body):
         raise CorruptError(f"{path}: the manifest doesn't match its checksum")

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from layertap.datasets.inspection import Floats, SampleView, norms, similarities
+from layertap.datasets.inspection import SampleView, norms, similarities
 from layertap.errors import OptionError
+from layertap.files.values import Floats
 
 _MOST_LABELS = 64
 _LABEL_CHARACTERS = 14

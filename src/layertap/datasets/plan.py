@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from layertap.capture.layers import resolve_layers
 from layertap.capture.options import StoreOptions
-from layertap.capture.request import SAVE_DTYPES
+from layertap.capture.request import FP8, SAVE_DTYPES, slot_bytes
 from layertap.datasets.counting import estimate_records
 from layertap.datasets.extraction import RunOptions
 from layertap.datasets.inputs import InputFile, InputRecord, Record
@@ -127,12 +127,14 @@ def make_plan(
     num_rows = estimate.tokens if trained is None else trained
 
     def disk(rows: int, num_layers: int, dtype: str) -> int:
-        row_bytes = num_layers * info.hidden_size * SAVE_DTYPES[dtype] + _TOKEN_BYTES
+        row_bytes = num_layers * slot_bytes(dtype, info.hidden_size) + _TOKEN_BYTES
         return round(rows * row_bytes + estimate.num_runnable * _INDEX_BYTES)
 
     savings = []
     if SAVE_DTYPES[save_dtype] > 2:
         savings.append(("--save-dtype bfloat16", disk(num_rows, len(layers), "bfloat16")))
+    if save_dtype != FP8 and info.hidden_size % 8 == 0:
+        savings.append((f"--save-dtype {FP8}", disk(num_rows, len(layers), FP8)))
     if options.positions == "all" and estimate.trained_rows is not None:
         savings.append(("--positions trained", disk(estimate.trained_rows, len(layers), save_dtype)))
     if len(layers) > 1:

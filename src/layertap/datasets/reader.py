@@ -12,7 +12,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, overload
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from layertap.datasets.manifest import Manifest, read_manifest
 from layertap.datasets.shards import MappedShard
 from layertap.datasets.writer import file_info
 from layertap.errors import CorruptError, ForeignError
+from layertap.files.values import check_read_dtype, to_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +38,9 @@ class DatasetItem(TypedDict):
     index: int
     """Its place in the input, from 0."""
     hidden_states: "torch.Tensor"
-    """[tokens, layers, hidden] in the saved dtype, a view of the mapped file."""
+    """[tokens, layers, hidden] in the saved dtype, a view of the mapped file; with `dtype`, a copy in that."""
+    hidden_states_scale: NotRequired["torch.Tensor"]
+    """[tokens, layers] float32, only with fp8 rows as they are saved: a value stands for itself times its scale."""
     token_ids: "torch.Tensor"
     """[tokens] int64."""
     prompt_len: int
@@ -56,23 +59,26 @@ class Failure:
     reason: str
 
 
-def open_dataset(path: str | Path, *, verify: bool = False) -> "Dataset":
+def open_dataset(path: str | Path, *, verify: bool = False, dtype: str | None = None) -> "Dataset":
     """Open a data set that `layertap extract` wrote.
 
     Args:
         path: its folder; also the folder that holds the shares of several machines (`--shard`), which are read as one.
         verify: compare each sample with its checksum when it is read.
+        dtype: "float32", "bfloat16" or "float16": rows are converted when they are read; None: they come as they are saved.
 
     Raises:
         MissingError: there is no data set, or the share of a machine is missing.
         HiddenStatesError: manifest or index are damaged or of something else.
+        OptionError: a dtype that rows can't be read as.
     """
+    check_read_dtype(dtype)
     folder = Path(path).absolute()
     shares = find_shares(folder)
     if shares:
-        return Dataset(folder, joined_manifest(shares), joined_lookup(folder, shares), verify=verify)
+        return Dataset(folder, joined_manifest(shares), joined_lookup(folder, shares), verify=verify, read_dtype=dtype)
     manifest = read_manifest(folder)
-    return Dataset(folder, manifest, load_lookup(folder, manifest.id, use_cache=True), verify=verify)
+    return Dataset(folder, manifest, load_lookup(folder, manifest.id, use_cache=True), verify=verify, read_dtype=dtype)
 
 
 class Dataset(Sequence[DatasetItem]):
@@ -85,12 +91,14 @@ class Dataset(Sequence[DatasetItem]):
         lookup: Lookup,
         *,
         verify: bool,
+        read_dtype: str | None = None,
         selection: NDArray[np.int64] | None = None,
     ) -> None:
         self.folder = folder
         self.manifest = manifest
         self._lookup = lookup
         self._verify = verify
+        self._read_dtype = read_dtype
         self._selection = np.arange(len(lookup)) if selection is None else selection
         self._row_bytes = file_info(manifest).row_bytes
         self._rows_in_file: NDArray[np.int64] | None = None
@@ -104,7 +112,7 @@ class Dataset(Sequence[DatasetItem]):
 
     @property
     def dtype(self) -> str:
-        """Dtype of `hidden_states`."""
+        """Dtype of the saved rows."""
         return self.manifest.rows.save_dtype
 
     @property
@@ -173,20 +181,31 @@ class Dataset(Sequence[DatasetItem]):
     def __getitem__(self, position: int | slice) -> "DatasetItem | Dataset":
         if isinstance(position, slice):
             chosen = self._selection[position]
-            return Dataset(self.folder, self.manifest, self._lookup, verify=self._verify, selection=chosen)
+            return Dataset(
+                self.folder,
+                self.manifest,
+                self._lookup,
+                verify=self._verify,
+                read_dtype=self._read_dtype,
+                selection=chosen,
+            )
         import torch
 
         raw, token_ids = self.raw(position)
         at = self._at(position)
-        rows = torch.from_numpy(raw.reshape(-1)).view(getattr(torch, self.dtype))
-        return DatasetItem(
+        slots = raw.reshape(len(token_ids), len(self.layers), -1)
+        values = to_tensors(slots, self.dtype, self._read_dtype)
+        item = DatasetItem(
             index=int(self._lookup.index[at]),
-            hidden_states=rows.view(len(token_ids), len(self.layers), self.hidden_size),
+            hidden_states=values["hidden_states"],
             token_ids=torch.from_numpy(token_ids),
             prompt_len=int(self._lookup.prompt_tokens[at]),
             loss_mask=None if (mask := self._loss_mask(at)) is None else torch.from_numpy(mask),
             positions=torch.from_numpy(self._positions(at)),
         )
+        if "hidden_states_scale" in values:
+            item["hidden_states_scale"] = values["hidden_states_scale"]
+        return item
 
     def raw(self, position: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """Return the bytes [tokens, bytes of a row] and the token ids of a sample, without torch."""

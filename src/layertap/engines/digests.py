@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from layertap.capture.request import EXPONENT_BITS, SAVE_DTYPES
+from layertap.capture.request import EXPONENT_BITS, FP8, SAVE_DTYPES
 
 if TYPE_CHECKING:
     import torch
 
 _LANES = 8
-_STRIPE_BYTES = 64
-_BLOCK_STRIPES = 16
+_WORD_BYTES = 8
 _PRIME32_1, _PRIME32_2, _PRIME32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 _PRIME64_1, _PRIME64_2, _PRIME64_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
 _PRIME64_4, _PRIME64_5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
@@ -40,7 +39,7 @@ _WORDS = np.frombuffer(_SECRET, "<u8")
 def can_digest(rows: "torch.Tensor") -> bool:
     """Whether rows [n, ...] on this device can be digested here; otherwise the writer does it."""
     row_bytes = rows[0].numel() * rows.element_size() if rows.shape[0] else 0
-    return rows.is_cuda and row_bytes > 240 and row_bytes % _STRIPE_BYTES == 0
+    return rows.is_cuda and row_bytes > 240 and row_bytes % _WORD_BYTES == 0
 
 
 def start_digests(rows: "torch.Tensor", token_ids: "torch.Tensor") -> "torch.Tensor":
@@ -60,7 +59,10 @@ def start_digests(rows: "torch.Tensor", token_ids: "torch.Tensor") -> "torch.Ten
     num_rows = rows.shape[0]
     words = rows.reshape(num_rows, -1).view(torch.int64)
     out = torch.empty(num_rows, _LANES + 1, dtype=torch.int64, device=rows.device)
-    accumulate(words, token_ids, *_constants(rows.device), _masks(str(rows.dtype).removeprefix("torch.")), out)
+    # slots of fp8 are bytes, and their last word is no value but the scale
+    is_fp8 = rows.dtype == torch.uint8
+    masks = _masks(FP8 if is_fp8 else str(rows.dtype).removeprefix("torch."))
+    accumulate(words, token_ids, *_constants(rows.device), masks, rows.shape[-1] // 8 if is_fp8 else 0, out)
     return out
 
 

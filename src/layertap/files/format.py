@@ -1,10 +1,13 @@
-"""The file format, version 1 (docs/format.md is normative): bytes in, bytes out, no I/O.
+"""The file format, versions 1 and 2 (docs/format.md is normative): bytes in, bytes out, no I/O.
 
 A file is a safetensors file with two tensors, `hidden_states` [tokens, layers, hidden] and `token_ids` [tokens] int64, in this
 order, behind a header that is padded with spaces to the size reserved for it when the first row was written. The metadata makes it
 self-describing. `row_digests` holds one xxh3-64 per row, over the row's bytes in all layers with the row's token id as the seed;
 `digest` is one xxh3-128 over those digests and the canonical header with `digest` zeroed. So windows and shards can be checked by
 row, and a flipped bit in a layer id, a token id or a row shows.
+
+Version 2 is version 1 with fp8 rows: its first tensor is `hidden_states_fp8`, uint8 [tokens, layers, hidden + 8]. All else is
+written as version 1, so that readers that know only that one read on.
 """
 
 import base64
@@ -18,14 +21,15 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from layertap.capture.request import SAVE_DTYPES
+from layertap.capture.request import FP8, FP8_TAIL_BYTES, slot_bytes
 from layertap.errors import CorruptError, ForeignError, OptionError, TornError
 
 FORMAT_VERSION = "1"
+FP8_FORMAT_VERSION = "2"
 LAYER_CONVENTION = "id L is the input of block L; num_layers is the last block's output, before the final norm"
 ALIGNMENT = 4096
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
-SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", FP8: "U8"}
 _ZERO_DIGEST = "0" * 32
 _DIGEST_CHARS_PER_ROW = 10.7  # base64 of 8 bytes
 
@@ -38,7 +42,7 @@ class FileInfo:
         layers: layer ids, in the order of the rows' slots.
         num_rows: rows in the file (tokens whose states were owed).
         hidden_size: values per row and layer.
-        dtype: dtype of the rows: float32, bfloat16 or float16.
+        dtype: dtype of the rows: float32, bfloat16, float16 or fp8_e4m3.
         first_position: absolute position of row 0; rows are consecutive.
         prompt_len: tokens of the prompt.
         num_tokens: tokens of the whole sequence, prompt and output.
@@ -62,7 +66,17 @@ class FileInfo:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row in all layers."""
-        return len(self.layers) * self.hidden_size * SAVE_DTYPES[self.dtype]
+        return len(self.layers) * slot_bytes(self.dtype, self.hidden_size)
+
+    @property
+    def format_version(self) -> str:
+        """The lowest version that can hold these rows."""
+        return FP8_FORMAT_VERSION if self.dtype == FP8 else FORMAT_VERSION
+
+    @property
+    def rows_name(self) -> str:
+        """The tensor of the rows. Bytes that aren't numbers by themselves don't pass as `hidden_states`."""
+        return "hidden_states_fp8" if self.dtype == FP8 else "hidden_states"
 
     @property
     def data_bytes(self) -> int:
@@ -172,8 +186,10 @@ def decode_header(body: bytes, file_size: int, name: str) -> Header:
             hint = "; it looks like one of vLLM's own connector, which carries no checksum: read it with safetensors"
         raise ForeignError(f"{name}: not a file of layertap (no layertap_format in its metadata){hint}")
     version = metadata["layertap_format"]
-    if version != FORMAT_VERSION:
-        raise ForeignError(f"{name}: format version {version!r}; this layertap reads version {FORMAT_VERSION}")
+    if version not in (FORMAT_VERSION, FP8_FORMAT_VERSION):
+        raise ForeignError(
+            f"{name}: format version {version!r}; this layertap reads versions {FORMAT_VERSION} and {FP8_FORMAT_VERSION}"
+        )
     try:
         header = _decode_fields(parsed, dict(metadata), 8 + len(body))
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError, OverflowError) as exc:
@@ -188,8 +204,10 @@ def decode_header(body: bytes, file_size: int, name: str) -> Header:
 
 
 def _decode_fields(parsed: dict[str, Any], metadata: dict[str, str], data_offset: int) -> Header:
-    tensor = parsed["hidden_states"]
+    is_fp8 = metadata["layertap_format"] == FP8_FORMAT_VERSION
+    tensor = parsed["hidden_states_fp8" if is_fp8 else "hidden_states"]
     num_rows, num_slots, hidden_size = (int(n) for n in tensor["shape"])
+    hidden_size -= FP8_TAIL_BYTES if is_fp8 else 0
     dtype = {short: name for name, short in SAFETENSORS_DTYPES.items()}[tensor["dtype"]]
     layers = tuple(int(layer) for layer in json.loads(metadata.pop("layers")))
     raw = base64.b64decode(metadata.pop("row_digests"), validate=True)
@@ -230,9 +248,10 @@ _KNOWN_KEYS = (
 
 def _encode_json(info: FileInfo, raw_digests: bytes, digest: str) -> bytes:
     data_bytes = info.num_rows * info.row_bytes
+    width = info.hidden_size + (FP8_TAIL_BYTES if info.dtype == FP8 else 0)
     metadata = {
         **info.facts,
-        "layertap_format": FORMAT_VERSION,
+        "layertap_format": info.format_version,
         "layer_convention": LAYER_CONVENTION,
         "final_norm": "false",
         "layers": json.dumps(list(info.layers)),
@@ -247,9 +266,9 @@ def _encode_json(info: FileInfo, raw_digests: bytes, digest: str) -> bytes:
     return _json_bytes(
         {
             "__metadata__": metadata,
-            "hidden_states": {
+            info.rows_name: {
                 "dtype": SAFETENSORS_DTYPES[info.dtype],
-                "shape": [info.num_rows, len(info.layers), info.hidden_size],
+                "shape": [info.num_rows, len(info.layers), width],
                 "data_offsets": [0, data_bytes],
             },
             "token_ids": {

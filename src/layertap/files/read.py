@@ -20,6 +20,7 @@ from layertap.errors import CorruptError, ForeignError, HiddenStatesError, Missi
 from layertap.files import format as fmt
 from layertap.files.locks import LOCK_SUFFIX, is_held, read_content, wait_for_writer
 from layertap.files.paths import error_path
+from layertap.files.values import check_read_dtype, to_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -37,30 +38,29 @@ class Loaded:
 
 
 def load_hidden_states(
-    path: str | os.PathLike[str], *, timeout: float = DEFAULT_TIMEOUT_SECONDS
+    path: str | os.PathLike[str], *, timeout: float = DEFAULT_TIMEOUT_SECONDS, dtype: str | None = None
 ) -> "dict[str, torch.Tensor]":
     """Load one file, waiting for its writer where it is still being written.
 
     Args:
         path: what came back as `kv_transfer_params["hidden_states_path"]`.
         timeout: seconds to wait for the writer at most.
+        dtype: "float32", "bfloat16" or "float16": convert the rows; None: as they are in the file.
 
     Returns:
-        `hidden_states` [tokens, layers, hidden] in the file's dtype and `token_ids` [tokens] int64, both on the CPU.
+        `hidden_states` [tokens, layers, hidden] in the file's dtype and `token_ids` [tokens] int64, both on the CPU. A file of fp8
+        rows that aren't converted gives `hidden_states_scale` [tokens, layers], too: a value stands for itself times its scale.
 
     Raises:
         HiddenStatesError: the writer failed (its reason), died (WriterDiedError), is too slow (WaitTimeoutError), or the file is
             missing (MissingError), torn (TornError), foreign (ForeignError) or corrupt (CorruptError).
+        OptionError: a dtype that rows can't be read as.
     """
     import torch
 
+    check_read_dtype(dtype)
     loaded = read_file(path, timeout=timeout)
-    info = loaded.info
-    rows = torch.from_numpy(loaded.rows.reshape(-1)).view(getattr(torch, info.dtype))
-    return {
-        "hidden_states": rows.view(info.num_rows, len(info.layers), info.hidden_size),
-        "token_ids": torch.from_numpy(loaded.token_ids),
-    }
+    return to_tensors(loaded.rows, loaded.info.dtype, dtype) | {"token_ids": torch.from_numpy(loaded.token_ids)}
 
 
 def read_file(path: str | os.PathLike[str], *, timeout: float = DEFAULT_TIMEOUT_SECONDS) -> Loaded:

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse
-from numpy.typing import NDArray
 
 from layertap.errors import HiddenStatesError
-from layertap.files.format import FileInfo, Header
+from layertap.files.format import Header
 from layertap.files.read import read_header
+from layertap.files.values import to_float32
 from layertap.serving.api_errors import ApiError
 from layertap.serving.book import Entry
 from layertap.serving.identity import Caller
@@ -129,7 +129,7 @@ def _norms(path: Path, header: Header) -> dict[str, Any]:
         raise ApiError(404, "no picture: the file has no rows", code="not_found")
     picked = np.unique(np.linspace(0, info.num_rows - 1, min(info.num_rows, _MOST_POSITIONS)).astype(int))
     raw = np.memmap(path, np.uint8, "r", header.data_offset, (info.num_rows, info.row_bytes))
-    rows = _floats(raw[picked], info).reshape(len(picked), len(info.layers), info.hidden_size)
+    rows = to_float32(raw[picked].reshape(len(picked), len(info.layers), -1), info.dtype)
     norms = np.linalg.norm(np.nan_to_num(rows.astype(np.float64), nan=0.0, posinf=3e38, neginf=-3e38), axis=-1).T
     return {
         "layers": list(info.layers),
@@ -138,10 +138,3 @@ def _norms(path: Path, header: Header) -> dict[str, Any]:
         "sampled": len(picked) < info.num_rows,
         "norms": [[float(f"{norm:.6g}") for norm in row] for row in norms],
     }
-
-
-def _floats(rows: NDArray[np.uint8], info: FileInfo) -> NDArray[np.float32]:
-    flat = np.ascontiguousarray(rows).reshape(-1)
-    if info.dtype == "bfloat16":
-        return (flat.view("<u2").astype(np.uint32) << 16).view(np.float32)
-    return flat.view("<f4" if info.dtype == "float32" else "<f2").astype(np.float32)

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from layertap.datasets.inspection import Floats, to_float32
 from layertap.datasets.recompute import TOLERANCES, Reference
 from layertap.errors import ExtractionError, LayertapError
 from layertap.files.read import read_file
+from layertap.files.values import Floats, to_float32
 from layertap.llm import LLM
 from layertap.params import SamplingParams
 from layertap.trust.findings import LayerError, Report

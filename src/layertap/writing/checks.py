@@ -13,13 +13,14 @@ That a row is of the right token and there exactly once is the assembly's busine
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from layertap.assembly import Piece
-from layertap.capture.request import EXPONENT_BITS, SAVE_DTYPES, CaptureSpec
+from layertap.capture.request import EXPONENT_BITS, FP8, FP8_TAIL_BYTES, SAVE_DTYPES, CaptureSpec
 from layertap.errors import EngineError
 
 __all__ = ["RowChecks", "SeenRows", "finite"]
@@ -28,17 +29,33 @@ _MARK_BYTES = 8
 _FEW_TOKENS = 4
 _MOST_SEEN = 1 << 16
 _MOST_COMPARED = 256
+_INTEGERS: dict[int, tuple[type[np.signedinteger[Any]], type[np.unsignedinteger[Any]]]] = {
+    1: (np.int8, np.uint8),
+    2: (np.int16, np.uint16),
+    4: (np.int32, np.uint32),
+}
 
 
 def finite(data: NDArray[np.uint8], dtype: str) -> bool:
-    """Whether no value of an array of bytes is a NaN or an infinity."""
+    """Whether no value is a NaN or an infinity.
+
+    Args:
+        data: uint8 of any shape; fp8 slots on its last axis, where the dtype is that.
+        dtype: of the saved rows.
+    """
     if data.size == 0:
         return True
+    if dtype == FP8:
+        scales = np.ascontiguousarray(data[..., -FP8_TAIL_BYTES:-4])
+        data = data[..., :-FP8_TAIL_BYTES]
+        if not finite(scales, "float32"):
+            return False
+    else:
+        data = np.ascontiguousarray(data).reshape(-1)
     exponent, itemsize = EXPONENT_BITS[dtype], SAVE_DTYPES[dtype]
-    signed, unsigned = (np.int32, np.uint32) if itemsize == 4 else (np.int16, np.uint16)
+    signed, unsigned = _INTEGERS[itemsize]
     sign = 1 << (8 * itemsize - 1)
-    flat = np.ascontiguousarray(data).reshape(-1)
-    return bool(flat.view(signed).max() < exponent) and bool(flat.view(unsigned).max() < (sign | exponent))
+    return bool(data.view(signed).max() < exponent) and bool(data.view(unsigned).max() < (sign | exponent))
 
 
 class SeenRows:

@@ -15,7 +15,7 @@ from layertap.engines.transformers.engine import TransformersEngine
 from layertap.testing import zoo
 from layertap.writing.recorder import Capture, Recorder
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8_e4m3": torch.uint8}
 
 
 def engine(name: str, folder: Path, **options: object) -> TransformersEngine:

@@ -10,6 +10,7 @@ from extraction_cases import capture_of, engine, extract, random_prompts, record
 
 from layertap.capture.request import Window
 from layertap.engines.base import ExtractJob
+from layertap.engines.fp8 import quantize
 from layertap.errors import HiddenStatesError, LayertapError, PromptError
 from layertap.testing import oracle, zoo
 
@@ -74,6 +75,18 @@ def test_rows_are_saved_in_the_dtype_asked_for(llama):
     exact = extract(llama, prompts, [2])
     for rows, whole in zip(extract(llama, prompts, [2], dtype="bfloat16"), exact, strict=True):
         assert torch.equal(rows, whole.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, (3,) * 12])  # few pieces of a batch are copied, many are gathered
+def test_fp8_rows_are_quantized_from_the_rows(llama, lengths):
+    prompts = random_prompts(lengths)
+    for window in (Window(), Window(positions="last")):
+        exact = extract(llama, prompts, [3, 0], window=window)
+        for slots, rows in zip(extract(llama, prompts, [3, 0], dtype="fp8_e4m3", window=window), exact, strict=True):
+            expected = torch.empty_like(slots)
+            for layer in range(2):
+                quantize(rows[:, layer], expected[:, layer])
+            assert torch.equal(slots, expected)
 
 
 def test_jobs_with_other_layers_and_dtypes_can_share_a_call(llama):

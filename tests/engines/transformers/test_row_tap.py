@@ -10,6 +10,7 @@ from layertap.capture.blocks import find_blocks
 from layertap.capture.request import CaptureSpec, Window
 from layertap.engines.transformers.row_tap import Chunk, RowTap
 from layertap.errors import EngineError
+from layertap.files.values import to_float32
 from layertap.testing import oracle, zoo
 
 IDS = list(range(20, 32))
@@ -65,6 +66,18 @@ def test_half_precision_rows_are_the_rounded_ones(model):
     ((_, rows),) = tap.collect(1)
     truth = oracle.hidden_states(model, IDS, [0, 2, 4]).to(torch.bfloat16)
     assert torch.equal(torch.from_numpy(rows.data.copy()).view(torch.bfloat16), truth)
+
+
+def test_fp8_rows_are_the_quantized_ones(model):
+    tap = RowTap(model, find_blocks(model))
+    tap.expect([Chunk("a", spec(dtype="fp8_e4m3"), 2, 9, 2)])
+    with torch.no_grad():
+        model(torch.tensor([IDS]))
+    ((_, rows),) = tap.collect(1)
+    assert rows.data.shape == (9, 3, 64 + 8)
+    truth = oracle.hidden_states(model, IDS, [0, 2, 4])[2:11]
+    read = torch.from_numpy(to_float32(rows.data, "fp8_e4m3"))
+    assert ((read - truth).norm(dim=-1) <= truth.norm(dim=-1) / 16).all()
 
 
 def test_a_hook_that_fails_lets_the_forward_end_and_says_why(model):

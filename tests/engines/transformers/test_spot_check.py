@@ -10,10 +10,11 @@ from layertap.engines.transformers.passes import Passes
 from layertap.engines.transformers.spot_check import SpotCheck
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8_e4m3"])
 @pytest.mark.parametrize("name", ["llama", "gptj", "mamba2", "mixtral"])
 def test_right_rows_pass(name, dtype, tmp_path):
-    with closing(engine(name, tmp_path, spot_check=1, dtype=dtype)) as made:
+    compute = "float32" if dtype == "fp8_e4m3" else dtype
+    with closing(engine(name, tmp_path, spot_check=1, dtype=compute)) as made:
         outcomes = extract(made, random_prompts([5, 40, 1, 17, 28]), [0, 2, made.info.num_layers], dtype=dtype)
         assert all(isinstance(outcome, torch.Tensor) for outcome in outcomes)
         assert (made.spot_check.checked, made.spot_check.failed) == (5, 0)

@@ -211,6 +211,17 @@ def test_saved_dtype_is_converted_on_the_way(llm, model):
     torch.testing.assert_close(loaded["hidden_states"].float(), wanted, rtol=2**-7, atol=1e-3)
 
 
+def test_fp8_rows_have_a_scale_a_token_and_layer(llm, model):
+    from layertap.testing import oracle
+
+    output = generate(llm, prompts([33], seed=16), params(3, save_dtype="fp8_e4m3", include_output_tokens=True))[0]
+    path = output.kv_transfer_params["hidden_states_path"]
+    read = load_hidden_states(path, timeout=30, dtype="float32")
+    wanted = oracle.hidden_states(model, read["token_ids"].tolist())
+    assert ((read["hidden_states"] - wanted).norm(dim=-1) <= wanted.norm(dim=-1) / 16).all()
+    assert load_hidden_states(path)["hidden_states_scale"].shape == wanted.shape[:2]
+
+
 def test_a_bad_option_that_reaches_the_scheduler_fails_the_request_and_not_the_engine(llm, model, storage, monkeypatch):
     from layertap.engines.vllm import frontend_check
 

@@ -1,6 +1,6 @@
 """NumPy files, a sample each: `OUT/<index>.npz` with `hidden_states`, `token_ids`, `positions` and, for chats, `loss_mask`.
 
-NumPy has no bfloat16: such rows become float32, which holds each of their values exactly.
+NumPy has no bfloat16 and no fp8: such rows become float32 (fp8: values times scale).
 """
 
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from layertap.datasets.export import new_folder
-from layertap.datasets.inspection import to_float32
 from layertap.datasets.reader import Dataset
+from layertap.files.values import to_float32
 
 
 def export_numpy(dataset: Dataset, out: Path, on_sample: Callable[[int], None] = lambda _done: None) -> int:
@@ -33,7 +33,7 @@ def export_numpy(dataset: Dataset, out: Path, on_sample: Callable[[int], None] =
     shape = (-1, len(dataset.layers), dataset.hidden_size)
     for position in range(len(dataset)):
         raw, token_ids = dataset.raw(position)
-        if dataset.dtype == "bfloat16":
+        if dataset.dtype not in ("float32", "float16"):
             rows: Any = to_float32(raw.reshape(len(raw), len(dataset.layers), -1), dataset.dtype)
         else:
             rows = raw.view(dataset.dtype).reshape(shape)

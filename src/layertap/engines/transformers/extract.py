@@ -21,6 +21,7 @@ from torch import Tensor
 
 from layertap.assembly import Rows
 from layertap.engines.base import ExtractJob
+from layertap.engines.fp8 import storage
 from layertap.engines.transformers.packing import Item, Packer, Way
 from layertap.engines.transformers.passes import Passes
 from layertap.engines.transformers.selftest import Routes, choose_routes
@@ -43,7 +44,6 @@ _SWITCH_SECONDS = 0.0005
 """Of the interpreter, while extraction runs on a GPU: each launch of a kernel drops the interpreter's lock, and gets it back from a
 writer thread only after this time (5 ms by default)."""
 _STOPPED = "the extraction was stopped before this prompt's turn"
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,8 @@ class Extractor:
         spec = jobs[0].capture.spec
         wanted = [_wanted(job) for job in jobs]
         num_rows = sum(len(positions) for positions in wanted)
-        arena = self._arenas.acquire(num_rows, len(spec.layers), self._hidden_size, _DTYPES[spec.dtype])
+        dtype, width = storage(spec.dtype, self._hidden_size)
+        arena = self._arenas.acquire(num_rows, len(spec.layers), width, dtype)
         try:
             with self._lock:
                 assert self._passes is not None

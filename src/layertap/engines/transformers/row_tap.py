@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from layertap.assembly import Rows
 from layertap.capture.blocks import Blocks
 from layertap.capture.request import CaptureSpec
+from layertap.engines.fp8 import put, storage
 from layertap.errors import EngineError
 
 __all__ = ["Chunk", "RowSink", "RowTap"]
@@ -67,7 +68,7 @@ class _Group:
     """Chunks that want the same layers in the same dtype share one buffer [rows, layers, hidden]."""
 
     layers: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
     chunks: list[Chunk] = field(default_factory=list)
     index: slice | Tensor | None = None
     buffer: Tensor | None = None
@@ -79,9 +80,9 @@ class _Group:
         if rows.shape[0] != expected:
             raise EngineError(f"{expected} rows were expected in a forward of {hidden_TH.shape[0]} tokens")
         if self.buffer is None:
-            shape = (rows.shape[0], len(self.layers), hidden_TH.shape[1])
-            self.buffer = torch.empty(shape, dtype=self.dtype, device=rows.device)
-        self.buffer[:, self.layers.index(layer)] = rows
+            dtype, width = storage(self.dtype, hidden_TH.shape[1])
+            self.buffer = torch.empty((rows.shape[0], len(self.layers), width), dtype=dtype, device=rows.device)
+        put(self.buffer[:, self.layers.index(layer)], rows)
         self.num_filled += 1
 
     def _rows(self, hidden_TH: Tensor) -> Tensor:
@@ -131,7 +132,7 @@ class RowTap:
             wanted = chunk.owed()
             if wanted is not None:
                 kind = (chunk.spec.layers, chunk.spec.dtype)
-                group = groups.setdefault(kind, _Group(chunk.spec.layers, getattr(torch, chunk.spec.dtype)))
+                group = groups.setdefault(kind, _Group(chunk.spec.layers, chunk.spec.dtype))
                 group.chunks.append(wanted)
         self._groups = list(groups.values())
         self._next_layer = 0

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from layertap.engines.fp8 import dequantize, is_quantized
+
 __all__ = ["SpotCheck"]
 
-_FAR = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.3}
+_FAR = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.3, torch.uint8: 0.3}
 _SHARE = 0.02
 
 
@@ -49,9 +51,9 @@ class SpotCheck:
         return True
 
     def compare(self, rows: Tensor, again: Tensor, layers: tuple[int, ...], compute_dtype: torch.dtype) -> str | None:
-        """Compare [rows, layers, hidden]; the reason why the sample can't be delivered, or None."""
+        """Compare [rows, layers, hidden] or fp8 slots; the reason why the sample can't be delivered, or None."""
         self.checked += 1
-        exact, given = again.double(), rows.double()
+        exact, given = (dequantize(part) if is_quantized(part) else part.double() for part in (again, rows))
         errors = (exact - given).norm(dim=-1) / exact.norm(dim=-1).clamp_min(1e-30)
         errors = errors.nan_to_num(nan=float("inf"))
         self.worst = max(self.worst, float(errors.median(dim=0).values.max()))

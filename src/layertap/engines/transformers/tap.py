@@ -1,9 +1,9 @@
 """The tap: copies the rows of the layers asked for out of a running forward, and ends it at the deepest one.
 
 A pre-hook on block L sees the stream that enters it; a hook on the last block sees what it puts out. Rows go straight to
-their place in an arena [rows, layers, hidden], in the dtype that is saved. On the CPU the arena is the buffer that the writer
-reads, so the tap is the only copy before the file's pages. On CUDA a device arena takes the rows at memory speed and one
-copy on a side stream brings it to pinned memory while the next batch runs.
+their place in an arena [rows, layers, hidden], in the dtype that is saved (fp8: as slots of bytes, see `engines.fp8`). On the
+CPU the arena is the buffer that the writer reads, so the tap is the only copy before the file's pages. On CUDA a device arena
+takes the rows at memory speed and one copy on a side stream brings it to pinned memory while the next batch runs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from layertap.capture.residual import Residual
 from layertap.engines.digests import can_digest, finish_digests, start_digests
+from layertap.engines.fp8 import put
 from layertap.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -204,13 +205,13 @@ class _Target:
         if len(self.pieces) <= _MOST_PIECES:
             for piece in self.pieces:
                 place = self.rows[piece.row : piece.row + piece.end - piece.begin, slot]
-                place.copy_(stream[piece.batch, piece.begin : piece.end])
+                put(place, stream[piece.batch, piece.begin : piece.end])
             return
         if self.index is None:
             width = self.shape[1]
             rows = [r for p in self.pieces for r in range(p.batch * width + p.begin, p.batch * width + p.end)]
             self.index = torch.tensor(rows, device=stream.device)
-        self.rows[:, slot].copy_(stream.reshape(-1, stream.shape[-1])[self.index])
+        put(self.rows[:, slot], stream.reshape(-1, stream.shape[-1]), self.index)
 
 
 class Tap:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from layertap.assembly import Rows
-from layertap.capture.request import SAVE_DTYPES
+from layertap.engines.fp8 import put, storage
 from layertap.engines.vllm.bank import Bank, Gathered
 from layertap.engines.vllm.messages import Finish, Order
 from layertap.engines.vllm.rowmap import SKIP, Chunk, Want
@@ -291,12 +291,15 @@ class Unpacker:
 
 def convert(data: NDArray[np.uint8], dtype: torch.dtype, saved: str) -> NDArray[np.uint8]:
     """Rows [n, layers, bytes] in the dtype that is saved; the same array where that is the compute dtype."""
-    wanted: torch.dtype = getattr(torch, saved)
+    num_rows, num_slots, num_bytes = data.shape
+    wanted, width = storage(saved, num_bytes // dtype.itemsize)
     if wanted == dtype:
         return data
-    values = torch.from_numpy(np.ascontiguousarray(data)).view(dtype).to(wanted)
-    out: NDArray[np.uint8] = values.view(torch.uint8).numpy()
-    return out.reshape(data.shape[0], data.shape[1], data.shape[2] // dtype.itemsize * SAVE_DTYPES[saved])
+    values = torch.from_numpy(np.ascontiguousarray(data)).view(dtype)
+    converted = torch.empty(num_rows * num_slots, width, dtype=wanted)
+    put(converted, values.flatten(0, 1))
+    out: NDArray[np.uint8] = converted.view(torch.uint8).numpy()
+    return out.reshape(num_rows, num_slots, -1)
 
 
 class Countdown:
