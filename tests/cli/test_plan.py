@@ -5,6 +5,7 @@ from typer.testing import CliRunner
 
 from layertap import LLM
 from layertap.cli.app import make_app
+from layertap.cli.plan import lines_of
 from layertap.datasets.extraction import RunOptions, extract_dataset
 from layertap.datasets.inputs import open_input
 from layertap.datasets.plan import make_plan
@@ -78,6 +79,18 @@ def test_the_command_says_it_in_words_and_writes_nothing(model, chats, tmp_path,
     for part in ("would fail", "tokens/s, measured here", "of weights", "instead", "there is no prompt"):
         assert part in result.stdout
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_measurement_says_what_fp8_changes_in_each_layer(model, chats, tmp_path):
+    options = RunOptions(layers=[0, -1], save_dtype="fp8_e4m3")
+    plan = make_plan(model, open_input(chats), options, tmp_path, measure_seconds=0.1, device="cpu")
+    assert [one.layer for one in plan.rounding] == list(plan.layers)
+    assert all(0.01 < one.mean <= one.worst < 1 / 16 for one in plan.rounding)
+    plain = make_plan(model, open_input(chats), RunOptions(layers=[0, -1]), tmp_path)
+    assert dict(plain.savings)["--save-dtype fp8_e4m3"] == plan.disk_bytes < plain.disk_bytes / 2
+    assert not plain.rounding
+    text = "\n".join(lines_of(plan))
+    assert f"rounding layer 0: rows in fp8_e4m3 are off by {plan.rounding[0].mean:.1%} on average" in text
 
 
 def test_an_input_of_which_nothing_can_be_run_is_an_error(model, tmp_path):

@@ -100,6 +100,11 @@ def lines_of(plan: "Plan") -> list[str]:
             f"time     {about}{seconds_text(plan.seconds)} at {plan.tokens_per_second:,.0f} tokens/s, measured here"
         )
     lines += [
+        f"{'' if number else 'rounding':8} layer {one.layer}: rows in {plan.save_dtype} are off by {one.mean:.1%} on average, "
+        f"{one.worst:.1%} at worst"
+        for number, one in enumerate(plan.rounding)
+    ]
+    lines += [
         f"{'or' if number else 'instead':8} {option}: {bytes_text(size)} on disk"
         for number, (option, size) in enumerate(plan.savings)
     ]

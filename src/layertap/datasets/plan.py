@@ -7,7 +7,7 @@ import itertools
 import random
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from layertap.capture.request import FP8, SAVE_DTYPES, slot_bytes
 from layertap.datasets.counting import estimate_records
 from layertap.datasets.extraction import RunOptions
 from layertap.datasets.inputs import InputFile, InputRecord, Record
+from layertap.datasets.rounding import RoundingError, rounding_errors
 from layertap.datasets.tokenizing import RecordTokenizer, trained_rows
 from layertap.engines.base import ModelInfo
 from layertap.errors import ModelError, PromptError
@@ -79,6 +80,8 @@ class Plan:
     savings: list[tuple[str, int]]
     """What else could be chosen, and the bytes on disk that it would take."""
     tokens_per_second: float | None = None
+    rounding: list[RoundingError] = field(default_factory=list)
+    """What saving in `save_dtype` changes, by layer; where it was measured and isn't the compute dtype."""
 
     @property
     def seconds(self) -> float | None:
@@ -104,7 +107,7 @@ def make_plan(
         options: the run's.
         out: where the data set would be, for the free space.
         sample: how many records are tokenized.
-        measure_seconds: load the model and run the sample for so long, to know the time.
+        measure_seconds: load the model and run the sample for so long, to know the time and what rounding changes.
         engine_options: `dtype`, `device`, `revision`, `tokenizer`, `trust_remote_code`, `max_model_len`, ...
 
     Raises:
@@ -139,6 +142,10 @@ def make_plan(
         savings.append(("--positions trained", disk(estimate.trained_rows, len(layers), save_dtype)))
     if len(layers) > 1:
         savings.append(("each layer less", disk(num_rows, len(layers) - 1, save_dtype)))
+    speed: float | None = None
+    rounding: list[RoundingError] = []
+    if measure_seconds is not None:
+        speed, rounding = _measure(model, prompts, layers, options, measure_seconds, engine_options)
     depth = max(layers)
     existing = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
     return Plan(
@@ -154,9 +161,8 @@ def make_plan(
         num_blocks=depth,
         rows_budget=StoreOptions().byte_budget(),
         savings=savings,
-        tokens_per_second=None
-        if measure_seconds is None
-        else _measure(model, prompts, layers, options, measure_seconds, engine_options),
+        tokens_per_second=speed,
+        rounding=rounding,
     )
 
 
@@ -278,12 +284,14 @@ def _measure(
     options: RunOptions,
     seconds: float,
     engine_options: dict[str, Any],
-) -> float:
+) -> tuple[float, list[RoundingError]]:
     from layertap.llm import LLM
 
     with LLM(model, layers=layers, **engine_options) as llm:
         _tokens_per_second(llm, prompts[:8], layers, options, seconds)  # warm up
-        return _tokens_per_second(llm, prompts, layers, options, seconds)
+        speed = _tokens_per_second(llm, prompts, layers, options, seconds)
+        saved = options.save_dtype
+        return speed, [] if saved in (None, llm.info.dtype) else rounding_errors(llm, prompts, layers, saved)
 
 
 def _tokens_per_second(
