@@ -7,6 +7,7 @@ import pyarrow as pa
 import pytest
 import torch
 from dataset_cases import make_manifest, make_sample
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -168,3 +169,37 @@ def test_a_set_too_small_for_one_row_of_activations_is_refused(mixed, tmp_path):
     assert result.exit_code == 2
     assert "18 in all" in " ".join(result.output.split())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def small(checkpoint, tmp_path_factory):
+    base = tmp_path_factory.mktemp("small")
+    chat = [{"role": role, "content": content} for role, content in CHATS[0]]
+    (base / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    with LLM(checkpoint, dtype="float32", device="cpu") as llm:
+        options = RunOptions(layers=[2, 0, 4], save_dtype="fp8_e4m3")
+        extract_dataset(llm, open_input(base / "chats.jsonl"), base / "states", options)
+    return base / "states"
+
+
+@pytest.mark.parametrize("format", ["numpy", "datasets", "speculators", "specforge", "modelopt"])
+def test_fp8_rows_are_exported_as_the_numbers_that_they_stand_for(small, checkpoint, tmp_path, format):
+    numbers = open_dataset(small, dtype="float32")[0]["hidden_states"]
+    out = tmp_path / "out"
+    more = ["--model", checkpoint] if format in ("specforge", "modelopt") else []
+    result = export(small, out, format, *more)
+    assert result.exit_code == 0, result.output
+    if format == "numpy":
+        with np.load(next(out.glob("*.npz"))) as arrays:
+            np.testing.assert_array_equal(arrays["hidden_states"], numbers.numpy())
+        return
+    if format == "datasets":
+        table, _ = read_arrow(out)
+        found = torch.tensor(table.column("hidden_states")[0].as_py())
+    elif format == "speculators":
+        found = load_file(out / "hidden_states" / "hs_0.safetensors")["hidden_states"]
+    else:
+        record = torch.load(next(path for path in out.rglob("*") if path.suffix in (".pt", ".ckpt")))
+        # the last layer stands apart, behind the norm
+        found, numbers = record.get("aux_hidden_states", record.get("aux_hidden_state")), numbers[:, :-1]
+    assert torch.equal(found.float().reshape(numbers.shape), numbers.bfloat16().float())

@@ -161,6 +161,15 @@ class Dataset(Sequence[DatasetItem]):
         at = self._at(position)
         return self._part(int(self._lookup.part[at]))[int(self._lookup.line[at])]
 
+    def read_as(self, dtype: str | None) -> "Dataset":
+        """The same samples, with rows that are converted when they are read; None: as they are saved.
+
+        Raises:
+            OptionError: a dtype that rows can't be read as.
+        """
+        check_read_dtype(dtype)
+        return self._with(read_dtype=dtype)
+
     def verify(self) -> None:
         """Compare every sample with its checksum.
 
@@ -180,15 +189,7 @@ class Dataset(Sequence[DatasetItem]):
     def __getitem__(self, position: slice) -> "Dataset": ...
     def __getitem__(self, position: int | slice) -> "DatasetItem | Dataset":
         if isinstance(position, slice):
-            chosen = self._selection[position]
-            return Dataset(
-                self.folder,
-                self.manifest,
-                self._lookup,
-                verify=self._verify,
-                read_dtype=self._read_dtype,
-                selection=chosen,
-            )
+            return self._with(selection=self._selection[position])
         import torch
 
         raw, token_ids = self.raw(position)
@@ -245,6 +246,10 @@ class Dataset(Sequence[DatasetItem]):
     def __getstate__(self) -> dict[str, Any]:
         # mappings can't be pickled; the other process makes its own
         return {**self.__dict__, "_mapped": {}}
+
+    def _with(self, **changes: Any) -> "Dataset":
+        options = {"verify": self._verify, "read_dtype": self._read_dtype, "selection": self._selection, **changes}
+        return Dataset(self.folder, self.manifest, self._lookup, **options)
 
     def _at(self, position: int) -> int:
         """Turn a position in this set, maybe negative, into a line of the lookup."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from layertap.capture.request import FP8
 from layertap.datasets.reader import Dataset
 from layertap.errors import OptionError
 
@@ -20,6 +21,11 @@ def new_folder(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):
         raise OptionError(f"{out}: the folder isn't empty; an export needs a new or empty one")
+
+
+def as_numbers(dataset: Dataset) -> Dataset:
+    """The set with rows that stand for themselves: other formats know no scales."""
+    return dataset.read_as("bfloat16") if dataset.dtype == FP8 else dataset
 
 
 def refuse_gaps(dataset: Dataset) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from layertap.datasets.export import new_folder
+from layertap.datasets.export import as_numbers, new_folder
 from layertap.datasets.export.arrow import array, nested, value, values, write_folder
 from layertap.datasets.reader import Dataset, DatasetItem
 
@@ -36,6 +36,7 @@ def export_datasets(dataset: Dataset, out: Path, on_sample: Callable[[int], None
         OptionError: the folder isn't empty.
         OSError: the disk's reason.
     """
+    dataset = as_numbers(dataset)
     new_folder(out)
     columns = {
         "index": value("int64"),

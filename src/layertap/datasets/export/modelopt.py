@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layertap.datasets.export import new_folder, refuse_undraftable, save_record
+from layertap.datasets.export import as_numbers, new_folder, refuse_undraftable, save_record
 from layertap.datasets.export.norms import FinalNorm
 from layertap.datasets.reader import Dataset
 from layertap.errors import OptionError
@@ -47,6 +47,7 @@ def export_modelopt(
     """
     refuse_undraftable(dataset, "Model-Optimizer")
     norm = None if model is None else FinalNorm(model, dataset.manifest.rows)
+    dataset = as_numbers(dataset)
     new_folder(out)
     for position, item in enumerate(dataset):
         mask = item["loss_mask"]

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from layertap.datasets.export import new_folder
+from layertap.datasets.export import as_numbers, new_folder
 from layertap.datasets.export.arrow import Column, array, nested, values, write_folder
 from layertap.datasets.export.huggingface import arrow_dtype, arrow_rows
 from layertap.datasets.reader import Dataset
@@ -58,6 +58,7 @@ def export_saelens(
         raise OptionError(
             f"context_size: {context_size} tokens a row, but the data set has {dataset.num_tokens} in all"
         )
+    dataset = as_numbers(dataset)
     new_folder(out)
     names = tuple(hook_name(layer, dataset.manifest.rows.num_layers) for layer in dataset.layers)
     shape = (context_size, dataset.hidden_size)

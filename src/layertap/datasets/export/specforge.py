@@ -13,7 +13,7 @@ Rows of a data set are before that norm, so the model has to be there: only its 
 from collections.abc import Callable
 from pathlib import Path
 
-from layertap.datasets.export import new_folder, refuse_undraftable, save_record
+from layertap.datasets.export import as_numbers, new_folder, refuse_undraftable, save_record
 from layertap.datasets.export.norms import FinalNorm
 from layertap.datasets.reader import Dataset
 from layertap.errors import OptionError
@@ -47,6 +47,7 @@ def export_specforge(
             "model, whose norm is applied then"
         )
     norm = FinalNorm(model, dataset.manifest.rows)
+    dataset = as_numbers(dataset)
     new_folder(out)
     for position, item in enumerate(dataset):
         mask = item["loss_mask"]
