@@ -15,6 +15,7 @@ import shutil
 import statistics
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from workloads import QWEN3_8B, mixed_lengths, prompts
@@ -62,11 +63,13 @@ def engine_options(args, folder: Path, layers) -> dict:
 
 
 class Readers:
-    """Threads that delete each file as soon as it is published."""
+    """A thread that notes each file as soon as it is published, and others that delete it: 4 GB of pages take a while."""
 
     def __init__(self, store: Path) -> None:
         self.store, self.seen, self._stop = store, 0, threading.Event()
         self._lock = threading.Lock()
+        self._known: set[str] = set()
+        self._deleters = ThreadPoolExecutor(4)
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -76,12 +79,15 @@ class Readers:
                 time.sleep(0.002)
 
     def sweep(self) -> int:
-        """Delete what is there; own temporary files are hidden and stay."""
+        """Note what is new and have it deleted; temporary files are hidden and stay."""
         done = 0
         with self._lock:
             for entry in os.scandir(self.store) if self.store.is_dir() else ():
+                if entry.name in self._known:
+                    continue
                 if entry.name.endswith(".safetensors") and not entry.name.startswith("."):
-                    os.unlink(entry.path)
+                    self._known.add(entry.name)
+                    self._deleters.submit(os.unlink, entry.path)
                     done += 1
                 elif entry.name.endswith(".error"):
                     raise RuntimeError(Path(entry.path).read_text())
@@ -99,6 +105,7 @@ class Readers:
     def close(self) -> None:
         self._stop.set()
         self._thread.join()
+        self._deleters.shutdown()
 
 
 def one_round(llm, work, max_tokens: int, capture: bool | None, store: Path) -> tuple[float, float]:

@@ -29,6 +29,16 @@ def test_spans_that_are_out_never_overlap(actions):
     assert ring.try_take(30) is not None
 
 
+def test_steps_of_half_the_ring_follow_each_other_without_waiting_for_more_than_the_oldest():
+    ring = Ring(20)
+    running = [ring.try_take(10), ring.try_take(10)]
+    for _ in range(5):  # a full step behind full steps: the oldest has been copied, the other one still runs
+        assert ring.try_take(10) is None
+        ring.give_back(running.pop(0))
+        running.append(ring.try_take(10))
+        assert running[-1] is not None
+
+
 def test_a_taker_waits_until_the_oldest_span_is_back():
     ring = Ring(10)
     first, second = ring.take(6), ring.take(4)

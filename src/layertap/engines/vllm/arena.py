@@ -75,11 +75,11 @@ class Ring:
             if newest > oldest:
                 if newest + size <= self.capacity:
                     start = newest
-                elif size < oldest:  # strictly, so that full and empty stay distinct
+                elif size <= oldest:  # a ring that is full has spans, an empty one has none: the two stay distinct
                     start = 0
                 else:
                     return None
-            elif newest + size < oldest:
+            elif newest + size <= oldest:
                 start = newest
             else:
                 return None
