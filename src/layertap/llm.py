@@ -67,6 +67,8 @@ class LLM:
         config = StoreConfig.build(layers, storage, speculative_config, kv_transfer_config)
         self._front: Any
         if engine == "vllm":
+            if weights_version is not None:
+                raise OptionError("weights_version: can't be said with engine='vllm'")
             from layertap.engines.vllm.engine import VllmFrontend
 
             self._front = VllmFrontend(
@@ -91,13 +93,16 @@ class LLM:
         sampling_params: SamplingParams | Mapping[str, Any] | Sequence[Any] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: Any = None,
     ) -> list[RequestOutput]:
         """Generate, and save hidden states as `extra_args={"kv_transfer_params": {...}}` and the LLM's options say.
 
         Args:
-            prompts: text, token ids, `{"prompt": ...}`, `{"prompt_token_ids": [...]}`, or a list of them.
+            prompts: text, token ids, `{"prompt": ...}`, `{"prompt_token_ids": [...]}`, or a list of them; with vLLM also
+                `{"prompt": ..., "multi_modal_data": {...}}`.
             sampling_params: one for all prompts, or one each; None takes the model's generation config.
             use_tqdm: show progress on a terminal.
+            lora_request: with vLLM, its LoRARequest: one for all prompts, or one each.
 
         Returns:
             One RequestOutput per prompt, in their order.
@@ -108,7 +113,7 @@ class LLM:
         """
         items = as_prompt_list(prompts)
         checked = [self._read(item, place) for place, item in enumerate(items)]
-        return self._generate(checked, sampling_params, use_tqdm)
+        return self._generate(checked, sampling_params, use_tqdm, lora_request)
 
     def chat(
         self,
@@ -121,6 +126,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: Any = None,
     ) -> list[RequestOutput]:
         """Generate an answer to a conversation, or to each of a list of them, with the model's chat template.
 
@@ -133,6 +139,7 @@ class LLM:
             continue_final_message: go on inside the last message.
             tools: OpenAI's tool descriptions.
             chat_template_kwargs: more variables for the template.
+            lora_request: as in `generate`.
 
         Raises:
             As `generate`.
@@ -149,7 +156,7 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self._generate(prompts, sampling_params, use_tqdm)
+        return self._generate(prompts, sampling_params, use_tqdm, lora_request)
 
     def extract(
         self,
@@ -160,6 +167,7 @@ class LLM:
         positions: Positions | None = None,
         save_dtype: str | None = None,
         overwrite: bool = False,
+        lora_request: Any = None,
     ) -> Generator[Extracted, None, None]:
         """Take the hidden states of prompts: prefill only, nothing is generated, no block past the deepest layer is run.
 
@@ -170,6 +178,7 @@ class LLM:
             positions: "last" or [a, b]: only these rows.
             save_dtype: dtype of the rows; default the compute dtype.
             overwrite: replace existing files.
+            lora_request: with vLLM, its LoRARequest.
 
         Yields:
             Extracted, as they finish: hidden_states [tokens, layers, hidden], token_ids, layers, index.
@@ -194,7 +203,8 @@ class LLM:
             raise OptionError("positions: 'output' has no meaning in extract, which generates nothing")
         items: Iterable[Any] = prompts if isinstance(prompts, Iterator) else as_prompt_list(prompts)
         folder = None if storage is None else Path(os.path.abspath(storage))
-        results: Generator[Extracted, None, None] = self._front.extract(items, options=options, storage=folder)
+        more = {} if lora_request is None else {"lora_request": self._lora(lora_request)}
+        results: Generator[Extracted, None, None] = self._front.extract(items, options=options, storage=folder, **more)
         return results
 
     def close(self) -> None:
@@ -214,11 +224,23 @@ class LLM:
             raise type(exc)(f"prompt {place}: {exc}") from exc
         return prompt
 
-    def _generate(self, prompts: Sequence[Prompt], sampling_params: Any, use_tqdm: bool) -> list[RequestOutput]:
-        params = params_for_each(sampling_params, len(prompts), self.info)
+    def _lora(self, lora_request: Any) -> Any:
+        if lora_request is not None and isinstance(self._front, Frontend):
+            raise OptionError(
+                "lora_request: the embedded engine takes no adapters; merge the adapter into the weights, or use engine='vllm'"
+            )
+        return lora_request
+
+    def _generate(
+        self, prompts: Sequence[Prompt], sampling_params: Any, use_tqdm: bool, lora_request: Any
+    ) -> list[RequestOutput]:
+        lora = self._lora(lora_request)
         if not isinstance(self._front, Frontend):
-            outputs: list[RequestOutput] = self._front.generate(prompts, params, use_tqdm=use_tqdm)
-            return outputs
+            found: list[RequestOutput] = self._front.generate(
+                prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora
+            )
+            return found
+        params = params_for_each(sampling_params, len(prompts), self.info)
         ended: queue.SimpleQueue[Request] = queue.SimpleQueue()
 
         def on_update(request: Request) -> None:
@@ -247,10 +269,7 @@ class LLM:
 
 
 class AsyncLLM:
-    """The same, for an event loop: RL loops and servers. Over the same core as `LLM`; takes the same arguments.
-
-    Only for the embedded engine; vLLM has its own AsyncLLM, into which the plugin hooks.
-    """
+    """The same, for an event loop: RL loops and servers. Only the embedded engine; vLLM has its own, into which the plugin hooks."""
 
     def __init__(
         self,

@@ -81,6 +81,11 @@ def make_frontend(
     engine_options: Mapping[str, Any],
 ) -> Frontend:
     """Load the embedded engine."""
+    if engine == "vllm":
+        raise OptionError(
+            "engine: AsyncLLM runs the embedded engine; with vLLM take vLLM's own AsyncLLM, with HiddenStatesConnector as its "
+            "kv_connector, or `layertap serve --engine vllm`"
+        )
     if engine != "transformers":
         raise OptionError(f"engine: expected 'transformers' or 'vllm', got {engine!r}")
     from layertap.engines.transformers.engine import TransformersEngine

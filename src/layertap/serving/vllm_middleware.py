@@ -205,6 +205,15 @@ class HiddenStatesMiddleware:
             wanted = self._options.capture_by_default if options.capture is None else options.capture
             client_id = body.pop("request_id", None)
             name = new_id(kind, caller, client_id if isinstance(client_id, str) else headers.get("x-request-id"))
+            if wanted and body.get("use_beam_search"):
+                if given is not None:
+                    raise ApiError(
+                        400,
+                        "kv_transfer_params: beam search saves no hidden states; run its sequences as prompts with max_tokens=1",
+                        param="kv_transfer_params",
+                        code="invalid_value",
+                    )
+                wanted = False
             if not wanted:
                 return _Admitted(name, json.dumps(body).encode(), [])
             self._room.reserve(self._room.folder / name, 0).settle(0)

@@ -107,7 +107,7 @@ class Collector(Unpacker):
                 request_id=order.public_id,
                 path=path,
                 overwrite=order.overwrite,
-                facts={"tag": order.tag} if order.tag else None,
+                facts={name: value for name, value in (("tag", order.tag), ("lora", order.lora)) if value is not None},
             )
         except FileExistsError as exc:  # no error file: beside somebody else's file it would be taken for that one's
             self.recorder.note_failed(f"request {order.public_id}: {describe(exc)}")

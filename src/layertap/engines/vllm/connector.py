@@ -94,6 +94,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
                 prompt_len=request.num_prompt_tokens,
                 max_tokens=request.max_tokens,
                 has_token_ids=request.prompt_token_ids is not None and request.prompt_embeds is None,
+                lora=None if request.lora_request is None else str(request.lora_request.lora_name),
             )
         )
         if order is None:

@@ -10,7 +10,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,14 @@ from layertap.engines.base import ModelInfo
 from layertap.engines.vllm import compat
 from layertap.engines.vllm.orders import ID_KEY, PREFILL_KEY
 from layertap.engines.vllm.plugin import CONNECTOR
+from layertap.engines.vllm.prompts import MediaPrompt, VllmPromptReader, as_vllm_takes_it
+from layertap.engines.vllm.sampling import capture_options, for_each, with_capture_options
 from layertap.errors import EngineError, ExtractionError, LayertapError, OptionError, TargetExistsError
 from layertap.files.paths import SUFFIX, new_request_id, safe_name, target_path
 from layertap.files.read import read_file, read_header
 from layertap.files.tags import reserve_tag, tag_path
 from layertap.outputs import CompletionOutput, Extracted, Logprob, RequestOutput
-from layertap.params import SamplingParams
-from layertap.prompts import Prompt, PromptReader
+from layertap.prompts import Prompt
 from layertap.writing.sinks import Result
 
 _IN_FLIGHT = 256
@@ -101,28 +102,38 @@ class VllmFrontend:
         self._layers = resolve_layers(extra["layers"], self.info.num_layers)
         tokenizer = None if config.model_config.skip_tokenizer_init else self._llm.get_tokenizer()
         self.engine = _Tokenizer(tokenizer)
-        self.prompts = PromptReader(self.info, tokenizer)
+        self.prompts = VllmPromptReader(self.info, tokenizer, self._llm)
         self._run = secrets.token_hex(8)
         self._runs = itertools.count()
 
     def generate(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, use_tqdm: bool
+        self, prompts: Sequence[Prompt], sampling_params: Any, *, use_tqdm: bool, lora_request: Any = None
     ) -> list[RequestOutput]:
         """Generate for checked prompts; one output each, in order.
+
+        Args:
+            prompts: checked.
+            sampling_params: one for all or one each: layertap's, vLLM's own, or mappings.
+            use_tqdm: show progress.
+            lora_request: vLLM's LoRARequest, one for all or one each.
 
         Raises:
             OptionError, TargetExistsError: nothing was generated.
             EngineError: vLLM failed.
         """
+        params = for_each(sampling_params, len(prompts), self.info)
         planned = [self._plan(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
         found = self._llm.generate(
-            [{"prompt_token_ids": prompt.token_ids} for prompt in prompts],
+            [as_vllm_takes_it(prompt) for prompt in prompts],
             [plan.params for plan in planned],
             use_tqdm=use_tqdm,
+            lora_request=lora_request,
         )
         return [_output(plan, prompt, out) for plan, prompt, out in zip(planned, prompts, found, strict=True)]
 
-    def extract(self, prompts: Iterable[Any], *, options: RequestOptions, storage: Path | None) -> Iterator[Extracted]:
+    def extract(
+        self, prompts: Iterable[Any], *, options: RequestOptions, storage: Path | None, lora_request: Any = None
+    ) -> Iterator[Extracted]:
         """Prefill prompts; yield results as they finish, then raise ExtractionError if some failed.
 
         Raises:
@@ -149,8 +160,9 @@ class VllmFrontend:
                         prompt = self.prompts.read(item, room=1)
                         engine.add_request(
                             name,
-                            {"prompt_token_ids": prompt.token_ids},
+                            as_vllm_takes_it(prompt),
                             self._prefill_params(name, path, layers, options),
+                            lora_request=lora_request,
                         )
                     except (LayertapError, OSError, ValueError) as exc:
                         failures.append((index, str(exc)))
@@ -229,14 +241,13 @@ class VllmFrontend:
             )
         return wanted
 
-    def _plan(self, prompt: Prompt, params: SamplingParams) -> _Planned:
+    def _plan(self, prompt: Prompt, params: Any) -> _Planned:
         request_id = new_request_id("cmpl")
-        plain = replace(params, extra_args=None)
-        options = self._options(params.kv_transfer_params)
+        given = capture_options(params)
+        options = self._options(given)
         if options is None:
-            return _Planned(
-                request_id=request_id, params=_to_vllm(plain, {"capture": False}), handles=[None] * params.n
-            )
+            plain = with_capture_options(params, {"capture": False})
+            return _Planned(request_id=request_id, params=plain, handles=[None] * params.n)
         base = target_path(self.options, request_id, options.hidden_states_path)
         suffixes = ["", *(f"-0-{choice}" for choice in range(1, params.n))]
         stem = base.name.removesuffix(SUFFIX)
@@ -249,17 +260,18 @@ class VllmFrontend:
             {"hidden_states_path": str(path), "hidden_states_id": f"{request_id}{suffix}"}
             for path, suffix in zip(paths, suffixes, strict=True)
         ]
-        limit = self.info.max_model_len - len(prompt.token_ids)
-        options.window.admit(
-            len(prompt.token_ids), limit if params.max_tokens is None else min(params.max_tokens, limit)
-        )
+        if not isinstance(prompt, MediaPrompt):  # its length is known only inside vLLM, where it is checked
+            limit = self.info.max_model_len - len(prompt.token_ids)
+            options.window.admit(
+                len(prompt.token_ids), limit if params.max_tokens is None else min(params.max_tokens, limit)
+            )
         if options.tag is not None:
             if tag_path(self.options.shared_storage_path, options.tag).exists():
                 raise OptionError(
                     f"kv_transfer_params.tag: {options.tag!r} is taken by an earlier request; tags are used once"
                 )
             reserve_tag(self.options.shared_storage_path, options.tag, request_id, handles)
-        wanted = dict(params.kv_transfer_params or {})
+        wanted = dict(given or {})
         wanted.pop("tag", None)
         wanted |= {
             "capture": True,
@@ -269,7 +281,7 @@ class VllmFrontend:
         }
         if options.save_dtype is None and self.options.save_dtype is not None:
             wanted["save_dtype"] = self.options.save_dtype
-        return _Planned(request_id=request_id, params=_to_vllm(plain, wanted), handles=list(handles))
+        return _Planned(request_id=request_id, params=with_capture_options(params, wanted), handles=list(handles))
 
     def _options(self, kv_transfer_params: Mapping[str, Any] | None) -> RequestOptions | None:
         options = RequestOptions.parse(kv_transfer_params)
@@ -307,15 +319,6 @@ def model_info(config: Any) -> ModelInfo:
     )
 
 
-def _to_vllm(params: SamplingParams, kv_transfer_params: Mapping[str, Any]) -> Any:
-    from vllm import SamplingParams as VllmSamplingParams
-
-    values = {field.name: getattr(params, field.name) for field in fields(params)}
-    values["extra_args"] = {"kv_transfer_params": dict(kv_transfer_params)}
-    values["bad_words"] = values["bad_words"] or None
-    return VllmSamplingParams(**values)
-
-
 def _output(plan: _Planned, prompt: Prompt, found: Any) -> RequestOutput:
     choices = [
         CompletionOutput(
@@ -333,7 +336,7 @@ def _output(plan: _Planned, prompt: Prompt, found: Any) -> RequestOutput:
     return RequestOutput(
         request_id=plan.request_id,
         prompt=prompt.text,
-        prompt_token_ids=prompt.token_ids,
+        prompt_token_ids=list(found.prompt_token_ids) if isinstance(prompt, MediaPrompt) else prompt.token_ids,
         prompt_logprobs=_logprobs(found.prompt_logprobs),
         outputs=choices,
         finished=found.finished,

@@ -1,12 +1,19 @@
 """The front end's side: bad options are a ValueError there, before anything is generated."""
 
+import logging
+import re
 from typing import Any, cast
 
 from layertap.engines.vllm.configured import configured
 from layertap.engines.vllm.orders import CHOICES_KEY, Asked, OrderDesk
 from layertap.errors import LayertapError, OptionError, TargetExistsError
 
+logger = logging.getLogger(__name__)
+
 _DESK = "_layertap_desk"
+_ONLINE = re.compile(r"-beam-\d+$")
+_BEAM_TOLD = "_layertap_beam_told"
+_NO_CAPTURE = {"kv_transfer_params": {"capture": False}}
 
 
 def check(processor: Any, request: Any) -> None:
@@ -31,6 +38,15 @@ def _check(processor: Any, request: Any) -> None:
     params = request.sampling_params
     if desk is None or params is None:
         return
+    if _is_step_of_beam_search(request.request_id, params):
+        if desk.configured.options.capture_by_default and not getattr(processor, _BEAM_TOLD, False):
+            setattr(processor, _BEAM_TOLD, True)
+            logger.warning(
+                "layertap: beam search makes a request of its own for each step of each beam; none of them is captured. For the "
+                "rows of the sequences that it returns, run their tokens as prompts with max_tokens=1"
+            )
+        params.extra_args = dict(_NO_CAPTURE)
+        return
     extra = params.extra_args or {}
     mine = extra.get("kv_transfer_params")
     prompt_len = len(request.prompt_token_ids) if request.prompt_token_ids is not None else 0
@@ -45,6 +61,14 @@ def _check(processor: Any, request: Any) -> None:
     )
     if params.n > 1:
         params.extra_args = {**extra, "kv_transfer_params": {**(mine or {}), CHOICES_KEY: params.n}}
+
+
+def _is_step_of_beam_search(request_id: str, params: Any) -> bool:
+    """vLLM's beam search leaves no other mark than the parameters that it makes, which no client can send."""
+    plain = params.max_tokens == 1 and params.logprobs and not params.detokenize and not params.extra_args
+    if not plain:
+        return False
+    return _ONLINE.search(request_id) is not None or (params.skip_clone and request_id.isdigit())
 
 
 def _as_vllm_says_it(exc: LayertapError) -> BaseException:

@@ -17,6 +17,7 @@ class Order:
         public_id: the id that the client knows.
         tag: the client's own id, or None.
         prefill: only the prompt is wanted.
+        lora: name of the adapter that the request runs with, or None.
     """
 
     request_id: str
@@ -26,6 +27,7 @@ class Order:
     public_id: str
     tag: str | None
     prefill: bool = False
+    lora: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

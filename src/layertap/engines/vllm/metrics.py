@@ -1,7 +1,9 @@
 """Numbers through vLLM's own `/metrics`: rows, bytes, files, failures, bytes in flight, seconds that the engine waited."""
 
+import contextlib
 from typing import Any
 
+from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 COUNTERS = {
@@ -51,11 +53,13 @@ class HiddenStatesProm(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        _unregister_earlier()
         made = {
             name: make(name=f"layertap:{name}", documentation=text, labelnames=labelnames)
             for make, kinds in ((self._counter_cls, COUNTERS), (self._gauge_cls, GAUGES))
             for name, text in kinds.items()
         }
+        _registered.extend(made.values())
         self._metrics = {
             engine: {name: metric.labels(*values) for name, metric in made.items()}
             for engine, values in per_engine_labelvalues.items()
@@ -68,6 +72,16 @@ class HiddenStatesProm(KVConnectorPromMetrics):  # type: ignore[misc]
                 self._metrics[engine_idx][name].set(value)
             elif name in COUNTERS:
                 self._metrics[engine_idx][name].inc(value)
+
+
+_registered: list[Any] = []
+
+
+def _unregister_earlier() -> None:
+    """An earlier engine of this process may have left its metrics behind; vLLM does the same with its own."""
+    while _registered:
+        with contextlib.suppress(KeyError):  # somebody else was first
+            REGISTRY.unregister(_registered.pop())
 
 
 class Reporter:

@@ -43,6 +43,7 @@ class Asked:
         prompt_len: tokens of the prompt.
         max_tokens: upper bound of generated tokens, within the model's length.
         has_token_ids: the prompt is tokens, not embeddings.
+        lora: name of its adapter, or None.
     """
 
     request_id: str
@@ -50,6 +51,7 @@ class Asked:
     prompt_len: int
     max_tokens: int
     has_token_ids: bool
+    lora: str | None = None
 
 
 class OrderDesk:
@@ -118,6 +120,7 @@ class OrderDesk:
             public_id=asked.request_id if public_id is None else f"{public_id}{suffix}",
             tag=options.tag,
             prefill=prefill,
+            lora=asked.lora,
         )
 
     def reserve_tag(self, order: Order, choices: int = 1) -> None:

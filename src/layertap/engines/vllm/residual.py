@@ -24,6 +24,23 @@ _CLOSE, _FAR = 0.02, 0.1
 _SEED = 20261130
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """How the stream enters a block that isn't given what the block before it put out (the model adds to it in between).
+
+    Attributes:
+        hidden: where the hidden states stand among the block's arguments: an index or a name; None: not found.
+        residual: where the residual stands.
+        same_hidden: the hidden states are what the block before put out, untouched.
+        same_residual: so is the residual.
+    """
+
+    hidden: int | str | None
+    residual: int | str | None
+    same_hidden: bool
+    same_residual: bool
+
+
 @dataclass(slots=True)
 class Seen:
     """What a probe forward showed.
@@ -33,6 +50,7 @@ class Seen:
         hidden_argument: where the first block's hidden states stand among its arguments: an index or a name.
         candidates: of the last block: "first" and, for pairs, "sum".
         reader: the module that ran next, and what it put out.
+        entries: of the blocks that aren't simply given what the block before put out.
     """
 
     forms: dict[int, Form] = field(default_factory=dict)
@@ -40,6 +58,7 @@ class Seen:
     candidates: dict[Rule, torch.Tensor] = field(default_factory=dict)
     reader: nn.Module | None = None
     reader_output: torch.Tensor | None = None
+    entries: dict[int, Entry] = field(default_factory=dict)
 
 
 def probe(
@@ -93,8 +112,19 @@ def probe(
 
         return forward
 
+    outputs: dict[int, Any] = {}
+
+    def watch_entry(index: int) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            entry = _entry({**dict(enumerate(args)), **kwargs}, outputs.pop(index - 1, None), hidden_size)
+            if entry is not None:
+                seen.entries[index] = entry
+
+        return hook
+
     def watch(index: int) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
+            outputs[index] = output
             seen.forms[index] = _form(output, hidden_size)
             if index == last:
                 seen.candidates = _candidates(output, hidden_size)
@@ -109,6 +139,10 @@ def probe(
             seen.reader, seen.reader_output = module, value.detach().clone()
 
     try:
+        handles += [
+            block.register_forward_pre_hook(watch_entry(index), with_kwargs=True)
+            for index, block in blocks.local.items()
+        ]
         for index in {first, last}:
             handles.append(blocks.local[index].register_forward_pre_hook(feed_noise, with_kwargs=True))
         for mixer in replaced:
@@ -179,6 +213,43 @@ def check_forms(forms: dict[int, Form], last_form: Form, rule: Rule, name: str) 
             f"{name}: blocks {sorted(odd)} return {sorted(set(odd.values()))}, the last block returns {last_form!r}: the "
             "residual stream between them isn't certain"
         )
+
+
+def input_tap(index: int, entry: Entry | None, rule: Rule, name: str) -> tuple[int | str, int | str | None] | None:
+    """Where the stream is to be read at the entry of a block; None where what the block before put out is the same.
+
+    Raises:
+        UnsupportedModelError: it isn't the same, and can't be found among the block's arguments.
+    """
+    if entry is None or (entry.same_hidden and (rule == "first" or entry.same_residual)):
+        return None
+    if entry.hidden is None or (rule == "sum" and entry.residual is None):
+        raise UnsupportedModelError(
+            f"{name}: layer {index}: the model changes the stream between blocks {index - 1} and {index}, and what enters "
+            f"block {index} can't be told from its arguments; leave the layer out"
+        )
+    return entry.hidden, entry.residual if rule == "sum" else None
+
+
+def _entry(given: dict[int | str, Any], output: Any, hidden_size: int) -> Entry | None:
+    """Compare a block's arguments with what the block before put out, by identity: even a copy may have been added to."""
+    if output is None:
+        return None
+    before = output if isinstance(output, tuple) else (output,)
+    places = {id(value): place for place, value in given.items()}
+    hidden = places.get(id(before[0]))
+    pair = _form(output, hidden_size) == "pair"
+    residual = places.get(id(before[1])) if pair else None
+    if hidden is not None and (residual is not None or not pair):
+        return None
+    same_hidden, same_residual = hidden is not None, residual is not None
+    streams = [place for place, value in given.items() if _is_stream(value, hidden_size)]
+    if residual is None and pair:
+        residual = "residual" if "residual" in streams else streams[1] if len(streams) == 2 else None
+    if hidden is None:
+        others = [place for place in streams if place != residual]
+        hidden = "hidden_states" if "hidden_states" in others else others[0] if len(others) == 1 else None
+    return Entry(hidden=hidden, residual=residual, same_hidden=same_hidden, same_residual=same_residual)
 
 
 def _form(output: Any, hidden_size: int) -> Form:

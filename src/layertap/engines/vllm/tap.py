@@ -23,6 +23,7 @@ from layertap.engines.vllm.residual import Rule
 from layertap.engines.vllm.rowmap import SKIP, Chunk, PlanTable, Want, fill, lay_out
 from layertap.engines.vllm.shared import SharedCells
 
+Entries = tuple[int | str, int | str | None]
 _STAGING_BUFFERS = 4
 _MARK_BYTES = 8
 
@@ -151,15 +152,21 @@ class Tap:
         else:
             self._control[0] = ops.register_cpu_arena(self._host)
 
-    def install(self, blocks: Mapping[int, nn.Module], rule: Rule, hidden_argument: int | str | None) -> None:
-        """Put the op into the blocks: id L behind block L - 1, id 0 in front of block 0."""
+    def install(self, blocks: Mapping[int, nn.Module], rule: Rule, entries: Mapping[int, Entries]) -> None:
+        """Put the op into the blocks: id L behind block L - 1, or in front of block L where `entries` has it.
+
+        Args:
+            blocks: of this worker.
+            rule: which output is the stream.
+            entries: where hidden states and residual stand among the arguments of a block.
+        """
         for column, layer in enumerate(self.taps):
-            block = blocks[max(layer - 1, 0)]
+            block = blocks[layer if layer in entries else layer - 1]
             for name, value in self._buffers().items():
                 if name not in block._buffers:
                     block.register_buffer(name, value, persistent=False)
-            if layer == 0:
-                _tap_input(block, column, hidden_argument)
+            if layer in entries:
+                _tap_input(block, column, *entries[layer])
             else:
                 _tap_output(block, column, rule)
 
@@ -363,14 +370,13 @@ def _tap_output(block: Any, column: int, rule: Rule) -> None:
     block.forward = forward
 
 
-def _tap_input(block: Any, column: int, hidden_argument: int | str | None) -> None:
+def _tap_input(block: Any, column: int, hidden: int | str, residual: int | str | None) -> None:
     original = block.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        hidden = args[hidden_argument] if isinstance(hidden_argument, int) else kwargs[str(hidden_argument)]
         torch.ops.layertap.tap(
-            hidden,
-            None,
+            args[hidden] if isinstance(hidden, int) else kwargs[hidden],
+            None if residual is None else args[residual] if isinstance(residual, int) else kwargs[residual],
             block.layertap_destinations,
             block.layertap_plans,
             block.layertap_table,

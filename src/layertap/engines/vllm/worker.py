@@ -18,10 +18,10 @@ from layertap.engines.vllm.configured import Configured, configured
 from layertap.engines.vllm.layers import Blocks, find_blocks
 from layertap.engines.vllm.messages import Finish, Order
 from layertap.engines.vllm.remote import RemoteCollector
-from layertap.engines.vllm.residual import Rule, check_forms, decide, probe
+from layertap.engines.vllm.residual import Rule, check_forms, decide, input_tap, probe
 from layertap.engines.vllm.rowmap import Want
 from layertap.engines.vllm.stages import StageReceiver, StageSender, connect_stages
-from layertap.engines.vllm.tap import Tap
+from layertap.engines.vllm.tap import Entries, Tap
 from layertap.engines.vllm.unpack import GatherRoom, Unpacker, want_of
 from layertap.engines.vllm.writer import WriterSetup, counts_of
 from layertap.errors import EngineError, UnsupportedModelError
@@ -99,7 +99,7 @@ def install(worker: Any, found: Configured) -> None:
     blocks = find_blocks(model, found.num_layers, config.compilation_config.static_forward_context)
     pp, tp = get_pp_group(), get_tp_group()
     with set_current_vllm_config(config):
-        rule, hidden_argument = _decide(runner, model, blocks, found, name, pp)
+        rule, entries = _decide(runner, model, blocks, found, name, pp)
     engine_id = str(config.kv_transfer_config.engine_id)
     _installed.add(engine_id)
     if tp.rank_in_group != 0:  # the stream is the same on every rank
@@ -114,7 +114,7 @@ def install(worker: Any, found: Configured) -> None:
         max_plans=config.scheduler_config.max_num_seqs,
         host_bytes=found.options.byte_budget(),
     )
-    tap.install(blocks.local, rule, hidden_argument)
+    tap.install(blocks.local, rule, entries)
     _place_arena(tap, config, runner.device)
     unpacker = _unpacker(config, found, tap, pp)
     slack = 0
@@ -131,7 +131,7 @@ def install(worker: Any, found: Configured) -> None:
 
 def _decide(
     runner: Any, model: Any, blocks: Blocks, found: Configured, name: str, pp: Any
-) -> tuple[Rule, int | str | None]:
+) -> tuple[Rule, dict[int, Entries]]:
     mixers = runner.compilation_config.static_forward_context.values()
     seen, output = probe(model, blocks, found.hidden_size, mixers, lambda: compat.run_dummy(runner, _PROBE_TOKENS))
     rule: Rule | None = None
@@ -147,9 +147,16 @@ def _decide(
     if rule is None:
         raise UnsupportedModelError(problem or f"{name}: the residual stream was not found")
     check_forms(seen.forms, last_form, rule, name)
-    if 0 in found.layers and 0 in blocks.local and seen.hidden_argument is None:
-        raise UnsupportedModelError(f"{name}: layer 0: the first block gets no tensor of the stream's width")
-    return rule, seen.hidden_argument
+    entries: dict[int, Entries] = {}
+    for layer in found.layers:
+        entry = input_tap(layer, seen.entries.get(layer), rule, name)
+        if entry is not None:
+            entries[layer] = entry
+    if 0 in found.layers and 0 in blocks.local:
+        if seen.hidden_argument is None:
+            raise UnsupportedModelError(f"{name}: layer 0: the first block gets no tensor of the stream's width")
+        entries[0] = (seen.hidden_argument, None)
+    return rule, entries
 
 
 def _place_arena(tap: Tap, config: Any, device: torch.device) -> None:
