@@ -269,7 +269,7 @@ class LLM:
 
 
 class AsyncLLM:
-    """The same, for an event loop: RL loops and servers. Only the embedded engine; vLLM has its own, into which the plugin hooks."""
+    """The same, for an event loop. Only the embedded engine: vLLM has its own AsyncLLM, into which the plugin hooks."""
 
     def __init__(
         self,

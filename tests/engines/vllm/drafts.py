@@ -33,7 +33,10 @@ def save_eagle(target: Path, folder: Path, *, version: int) -> Path:
     tensors = {name: torch.randn(shape, generator=generator) * 0.05 for name, shape in shapes.items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors | {name: torch.ones(hidden) for name in norms}, folder / "model.safetensors")
-    config |= {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3" if version == 3 else "LlamaForCausalLM"]}
+    config |= {
+        "num_hidden_layers": 1,
+        "architectures": ["LlamaForCausalLMEagle3" if version == 3 else "LlamaForCausalLM"],
+    }
     if version == 3:
         config |= {"draft_vocab_size": vocab, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
         config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from layertap.engines.vllm.layers import find_blocks
-from layertap.engines.vllm.residual import check_forms, decide, probe
+from layertap.engines.vllm.residual import check_forms, decide, input_tap, probe
 from layertap.errors import UnsupportedModelError
 
 HIDDEN, BLOCKS = 16, 3
@@ -59,15 +59,20 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, kind, norm=None):
+    """`added` stands between blocks 0 and 1: what a vision model may add to the stream there."""
+
+    def __init__(self, kind, norm=None, added=lambda hidden, residual: (hidden, residual)):
         super().__init__()
+        self.added = added
         self.embed = nn.Embedding(50, HIDDEN)
         self.layers = nn.ModuleList([Block(kind) for _ in range(BLOCKS)])
         self.norm = norm or (IgnoringNorm() if kind == "stale" else Norm())
 
     def forward(self, ids):
         hidden, residual = self.embed(ids), None
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
+            if index == 1:
+                hidden, residual = self.added(hidden, residual)
             out = layer(ids, hidden, residual)
             hidden, residual = out if isinstance(out, tuple) else (out, None)
         out = self.norm(hidden) if residual is None else self.norm(hidden, residual)
@@ -123,6 +128,30 @@ def test_blocks_that_return_other_things_than_the_last_are_refused():
     seen.forms[1] = "tensor"
     with pytest.raises(UnsupportedModelError, match=r"blocks \[1\] return \['tensor'\]"):
         check_forms(seen.forms, "pair", rule, "model")
+
+
+@pytest.mark.parametrize(
+    ("kind", "added", "where"),
+    [
+        ("fused", lambda hidden, residual: (hidden + 0, residual), {1: (1, 2)}),
+        ("fused", lambda hidden, residual: (hidden, residual + 0), {1: (1, 2)}),
+        ("stale", lambda hidden, residual: (hidden + 0, residual), {1: (1, None)}),
+        ("stale", lambda hidden, residual: (hidden, residual + 0), {}),
+        ("bare", lambda hidden, residual: (hidden + 0, residual), {1: (1, None)}),
+        ("fused", lambda hidden, residual: (hidden, residual), {}),
+    ],
+)
+def test_a_stream_that_is_added_to_between_blocks_is_read_where_it_enters_the_next(kind, added, where):
+    seen, output = probe_model(Model(kind, added=added))
+    rule = decide(seen, output, "model")
+    found = {index: input_tap(index, seen.entries.get(index), rule, "model") for index in range(1, BLOCKS)}
+    assert {index: place for index, place in found.items() if place is not None} == where
+
+
+def test_a_changed_stream_that_cant_be_found_among_a_blocks_arguments_is_refused():
+    seen, _output = probe_model(Model("fused", added=lambda hidden, residual: (hidden + residual, None)))
+    with pytest.raises(UnsupportedModelError, match="layer 1: the model changes the stream between blocks 0 and 1"):
+        input_tap(1, seen.entries[1], "sum", "model")
 
 
 def test_two_lists_of_that_length_are_refused_unless_attention_tells_them_apart():

@@ -1,4 +1,4 @@
-"""Prompts that only vLLM can read: images and other media, in its own form. What is plain text or ids is read by layertap itself."""
+"""Prompts that only vLLM can read: images and other media, in its own form. Plain text and ids are read by layertap itself."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
