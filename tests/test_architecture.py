@@ -31,6 +31,7 @@ ALLOWED = {
     ("engines/vllm/engine.py", "frontend"): "the vLLM engine is its own front end",
     ("engines/vllm/engine.py", "outputs"): "the vLLM engine is its own front end",
     ("engines/vllm/engine.py", "prompts"): "the vLLM engine is its own front end",
+    ("engines/vllm/prompts.py", "prompts"): "the vLLM engine is its own front end",
 }
 
 
