@@ -41,3 +41,16 @@ def test_right_padding_does_not_reach_the_rows():
     prompts = random_prompts([4, 31, 9])
     for prompt, rows in zip(prompts, run(passes, "padded", prompts, [1, 4]), strict=True):
         torch.testing.assert_close(rows, oracle.hidden_states(model, prompt, [1, 4]), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2"])
+def test_on_the_cpu_a_row_has_the_same_bits_whatever_it_is_packed_with(name):
+    model = zoo.build(name)
+    passes = Passes(model, Layout(model))
+    lengths = [5, 17, 1, 40, 2, 23, 3, 64]
+    prompts = random_prompts(lengths)
+    whole = run(passes, "packed", prompts, [0, 2, 4])
+    # every total of rows, odd and even, also fewer than a vector holds
+    for chosen in ([0], [2], [4], [6, 2], [7, 1, 0], [3, 5], [1, 2, 3, 4], list(range(7, -1, -1))):
+        for place, rows in zip(chosen, run(passes, "packed", [prompts[i] for i in chosen], [0, 2, 4]), strict=True):
+            assert torch.equal(rows, whole[place])

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Passes", "length_limit"]
 
+_CPU_ROWS = 32
+
 
 class Passes:
     """The ways through one model.
@@ -102,6 +104,9 @@ class Passes:
         layers: Sequence[int],
         rows: Tensor,
     ) -> None:
+        if self.device.type == "cpu":
+            company = _company(sequences)
+            sequences, wanted = [*sequences, *company], [*wanted, *(range(0) for _ in company)]
         lengths = [len(sequence) for sequence in sequences]
         ids = torch.cat([torch.as_tensor(sequence, dtype=torch.int64) for sequence in sequences])[None]
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -148,6 +153,17 @@ class _View:
         ids = inputs["input_ids"]
         with torch.no_grad(), self._tap.into(rows, layers, pieces, (ids.shape[0], ids.shape[1])):
             run_to_exit(lambda: self.model(**inputs))
+
+
+def _company(sequences: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """What fills a pack up to whole vectors, so that a row has the same bits whatever it is packed with.
+
+    The CPU computes what is left over behind the last whole vector in another way, and very few rows with other kernels.
+    """
+    missing = -sum(map(len, sequences)) % _CPU_ROWS
+    first = sequences[0]
+    full, rest = divmod(missing, len(first))
+    return [first] * full + ([first[:rest]] if rest else [])
 
 
 def length_limit(model: nn.Module) -> int | None:
