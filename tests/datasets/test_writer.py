@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from layertap.datasets import writer as writer_module
 from layertap.datasets.index import part_paths
 from layertap.datasets.reader import open_dataset
-from layertap.datasets.resume import locked_folder, prepare_folder
+from layertap.datasets.resume import leftovers, locked_folder, prepare_folder
 from layertap.datasets.writer import DatasetWriter, ShardOptions
 from layertap.errors import OptionError, StoreFullError
 
@@ -167,3 +167,24 @@ def tmpfs(tmp_path):
     yield mount
     for target in mounted:
         subprocess.run(["umount", "-l", target], check=True)
+
+
+def test_an_offered_part_counts_once_its_owner_has_named_it(folder):
+    with locked_folder(folder):
+        manifest = prepare_folder(folder, make_manifest()).manifest
+        offers = []
+        offer = lambda *given: offers.append(given)  # noqa: E731
+        with DatasetWriter(folder, manifest, ShardOptions(fsync=False), name="r1", offer=offer) as writer:
+            for index in range(6):
+                writer.add(make_sample(index))
+                if index == 2:
+                    writer.flush()
+        assert len(open_dataset(folder)) == 0
+        assert [[entry.index for entry in entries] for _, _, entries in offers] == [[0, 1, 2], [3, 4, 5]]
+        temporary, path, _ = offers[1]
+        temporary.replace(path)
+        assert_holds(folder, range(3, 6))
+        # the other one was never taken: it is a leftover
+        for leftover in leftovers(folder, manifest):
+            leftover.unlink()
+    assert sorted(one.name for one in folder.glob("shards/*")) == ["r1-000001.index.parquet", "r1-000001.safetensors"]

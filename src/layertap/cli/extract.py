@@ -24,10 +24,12 @@ from layertap.cli.stopping import GracefulStop
 if TYPE_CHECKING:
     from layertap.datasets.extraction import RunOptions, RunReport
     from layertap.datasets.inputs import InputFile
+    from layertap.datasets.ray_run import RayOptions
     from layertap.datasets.regenerating import RegenerateOptions
 
 _SHOWN_FAILURES = 10
 _RUN, _INPUT, _ANSWERS, _MODEL = "What to take", "Input", "Answers of the model", "Model and engine"
+_CLUSTER = "Cluster"
 
 
 def extract(
@@ -158,6 +160,17 @@ def extract(
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(help="Most tokens of one forward.", rich_help_panel=_MODEL)
     ] = None,
+    ray: Annotated[
+        bool,
+        typer.Option(
+            "--ray", help="Run on a Ray cluster (RAY_ADDRESS, or one on this machine).", rich_help_panel=_CLUSTER
+        ),
+    ] = False,
+    ray_actors: Annotated[
+        int | None,
+        typer.Option(help="Default: one for each GPU of the cluster.", rich_help_panel=_CLUSTER, show_default=False),
+    ] = None,
+    ray_cpus: Annotated[float, typer.Option(help="CPUs that each actor asks for.", rich_help_panel=_CLUSTER)] = 1.0,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
     """Extract hidden states of a file of prompts into a data set.
@@ -200,6 +213,14 @@ def extract(
             shards=ShardOptions(shard_bytes=parse_bytes(shard_size), shard_seconds=shard_seconds, fsync=fsync),
         )
         engine_options = {name: value for name, value in given.items() if value is not None}
+        if ray:
+            from layertap.datasets.ray_run import RayOptions
+
+            on_cluster = RayOptions(actors=ray_actors, cpus=ray_cpus)
+            _run_on_cluster(model, on_cluster, {"engine": engine, **engine_options}, source, out, options, quiet)
+            return
+        if ray_actors is not None:
+            raise typer.BadParameter("only with --ray", param_hint="--ray-actors")
         _run(model, engine, engine_options, source, out, options, quiet)
 
 
@@ -252,6 +273,50 @@ def _run(
             _say_how_to_continue(out)
             raise typer.Exit(STOPPED) from None
         if not quiet:
+            say(summary(report))
+    _end(report, out)
+
+
+def _run_on_cluster(
+    model: str,
+    on_cluster: "RayOptions",
+    engine_options: dict[str, Any],
+    source: "InputFile",
+    out: Path,
+    options: "RunOptions",
+    quiet: bool,
+) -> None:
+    from layertap.cli.progress import RunProgress, summary
+    from layertap.datasets.counting import estimate_records
+    from layertap.datasets.ray_run import extract_with_ray
+
+    if not quiet:
+        say(f"starting actors that load {model}")
+    progress = RunProgress(estimate_records(source), quiet=quiet)
+    with GracefulStop(progress.note) as stop:
+
+        def should_stop() -> bool:
+            progress.tick()
+            return stop.requested
+
+        try:
+            with progress:
+                report = extract_with_ray(
+                    model,
+                    source,
+                    out,
+                    options,
+                    ray_options=on_cluster,
+                    on_start=progress.begin,
+                    should_stop=should_stop,
+                    **engine_options,
+                )
+        except KeyboardInterrupt:
+            _say_how_to_continue(out)
+            raise typer.Exit(STOPPED) from None
+        if not quiet:
+            for actor in report.actors:
+                say(f"  {actor.name}: {plural(actor.num_samples, 'sample')}{', died' * actor.died} ({actor.where})")
             say(summary(report))
     _end(report, out)
 

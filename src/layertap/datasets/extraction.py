@@ -27,6 +27,7 @@ from layertap.datasets.lookup import write_cache
 from layertap.datasets.manifest import LAYOUTS, Layout, Manifest, RowIdentity, read_manifest
 from layertap.datasets.regenerating import BATCH, Answering, RegenerateOptions
 from layertap.datasets.resume import (
+    Done,
     Prepared,
     locked_folder,
     open_records,
@@ -103,6 +104,12 @@ class RunReport:
     """The run was asked to stop before the end of the input."""
     seconds: float = 0.0
 
+    def note_failure(self, where: str, reason: str) -> None:
+        """Count an input that failed."""
+        self.num_failed += 1
+        if len(self.failures) < _MOST_FAILURES_KEPT:
+            self.failures.append((where, reason))
+
     @property
     def num_seen(self) -> int:
         """Records of the input that are through."""
@@ -139,7 +146,7 @@ def extract_dataset(
         StoreFullError: the disk is full. Finished samples are kept, as after every other error.
     """
     folder = Path(folder).absolute()
-    options = replace(options, template_date=options.template_date or _known_date(folder))
+    options = replace(options, template_date=options.template_date or known_date(folder))
     manifest = make_manifest(llm, source, options)
     report = RunReport(folder=folder)
     started = time.monotonic()
@@ -153,11 +160,11 @@ def extract_dataset(
             _run(llm, source, options, prepared, report, should_stop)
         finally:
             report.seconds = time.monotonic() - started
-        _leave_lookup(folder, prepared.manifest.id)
+        leave_lookup(folder, prepared.manifest.id)
     return report
 
 
-def _known_date(folder: Path) -> date | None:
+def known_date(folder: Path) -> date | None:
     """The date that the set's first run gave to its template."""
     try:
         known = read_manifest(folder).rows.options.get("template_date")
@@ -166,7 +173,8 @@ def _known_date(folder: Path) -> date | None:
     return None if known is None else date.fromisoformat(known)
 
 
-def _leave_lookup(folder: Path, dataset_id: str) -> None:
+def leave_lookup(folder: Path, dataset_id: str) -> None:
+    """Leave what makes opening fast."""
     # opening is slower without it, nothing else
     with contextlib.suppress(OSError, HiddenStatesError):
         write_cache(folder, dataset_id)
@@ -240,19 +248,52 @@ def _run(
     should_stop: Callable[[], bool],
 ) -> None:
     with DatasetWriter(report.folder, prepared.manifest, options.shards) as writer:
-        feed = _Feed(llm, source, options, prepared, report, writer, should_stop)
-        batches: Iterable[Iterable[Prompt]] = (
-            [feed] if options.regenerate is None else feed.answered(options.regenerate)
-        )
-        for batch in batches:
-            results = llm.extract(iter(batch), layers=prepared.manifest.rows.layers, save_dtype=options.save_dtype)
-            try:
-                with contextlib.closing(results):
-                    for result in results:
-                        _add(writer, feed.running.pop(result.index), result, report, options.positions)
-            except ExtractionError as exc:
-                for number, reason in exc.failures:
-                    feed.fail(feed.running.pop(number).record, reason)
+        records = counted(source, prepared.done, report)
+        run_records(llm, records, options, prepared.manifest, writer, report, should_stop)
+
+
+def counted(source: InputFile, done: Done, report: RunReport) -> Iterator[Record]:
+    """Pass on the records that aren't done, and count the others."""
+    seen = 0
+    for record in open_records(source, done):
+        # records between two that are open were done before
+        report.num_skipped += (record.index - seen) // source.share[1]
+        seen = record.index + 1
+        yield record
+    report.num_skipped = len(done)
+
+
+def run_records(
+    llm: LLM,
+    records: Iterable[Record],
+    options: RunOptions,
+    manifest: Manifest,
+    writer: DatasetWriter,
+    report: RunReport,
+    should_stop: Callable[[], bool],
+) -> None:
+    """Run records and write their samples; what fails is put on record.
+
+    Args:
+        llm: the model.
+        records: what is to be run.
+        options: of the run.
+        manifest: of the set.
+        writer: takes the samples.
+        report: is filled.
+        should_stop: asked before each prompt.
+    """
+    feed = _Feed(llm, records, options, manifest, report, writer, should_stop)
+    batches: Iterable[Iterable[Prompt]] = [feed] if options.regenerate is None else feed.answered(options.regenerate)
+    for batch in batches:
+        results = llm.extract(iter(batch), layers=manifest.rows.layers, save_dtype=options.save_dtype)
+        try:
+            with contextlib.closing(results):
+                for result in results:
+                    _add(writer, feed.running.pop(result.index), result, report, options.positions)
+        except ExtractionError as exc:
+            for number, reason in exc.failures:
+                feed.fail(feed.running.pop(number).record, reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,9 +348,9 @@ class _Feed:
     def __init__(
         self,
         llm: LLM,
-        source: InputFile,
+        records: Iterable[Record],
         options: RunOptions,
-        prepared: Prepared,
+        manifest: Manifest,
         report: RunReport,
         writer: DatasetWriter,
         should_stop: Callable[[], bool],
@@ -317,8 +358,7 @@ class _Feed:
         self.running: dict[int, _Running] = {}
         """By the place in what the engine was given."""
         self._llm = llm
-        self._source = source
-        self._done = prepared.done
+        self._records = records
         self._loss_mask = options.loss_mask
         self._report = report
         self._writer = writer
@@ -329,12 +369,12 @@ class _Feed:
             add_generation_prompt=options.add_generation_prompt or options.regenerate is not None,
             loss_mask=options.loss_mask,
             positions=options.positions,
-            template_kwargs=template_kwargs(prepared.manifest),
+            template_kwargs=template_kwargs(manifest),
         )
 
     def __iter__(self) -> Iterator[Prompt]:
         place = 0
-        for record in self._records():
+        for record in self._readable():
             try:
                 prompt, mask = self._tokenizer.read(record)
             except LayertapError as exc:
@@ -347,7 +387,7 @@ class _Feed:
     def answered(self, options: RegenerateOptions) -> Iterator[list[Prompt]]:
         """The records after the model has answered them, some at a time."""
         answering = Answering(self._llm, options, self._tokenizer, loss_mask=self._loss_mask)
-        records = self._records()
+        records = self._readable()
         while batch := list(islice(records, BATCH)):
             prompts: list[Prompt] = []
             for done in answering.answer(batch):
@@ -364,8 +404,8 @@ class _Feed:
                 prompts.append(Prompt(token_ids=done.token_ids))
             yield prompts
 
-    def _records(self) -> Iterator[InputRecord]:
-        for record in self._counted():
+    def _readable(self) -> Iterator[InputRecord]:
+        for record in self._records:
             if self._should_stop():
                 self._report.stopped = True
                 return
@@ -378,15 +418,4 @@ class _Feed:
         """Put a failed input on record."""
         sample_id = record.sample_id if isinstance(record, InputRecord) else None
         self._writer.add_failure(index=record.index, source_hash=record.source_hash, sample_id=sample_id, reason=reason)
-        self._report.num_failed += 1
-        if len(self._report.failures) < _MOST_FAILURES_KEPT:
-            self._report.failures.append((record.where, reason))
-
-    def _counted(self) -> Iterator[Record]:
-        seen = 0
-        for record in open_records(self._source, self._done):
-            # records between two that are open were done before
-            self._report.num_skipped += (record.index - seen) // self._source.share[1]
-            seen = record.index + 1
-            yield record
-        self._report.num_skipped = len(self._done)
+        self._report.note_failure(record.where, reason)

@@ -97,6 +97,9 @@ class DatasetWriter:
         folder: the data set.
         manifest: its manifest, already written.
         options: when to close a shard.
+        name: begins the names of its files; no two writers of a folder have the same.
+        offer: gets each part instead of its being published: where its index lies, what it is to be called, and its lines.
+            Its samples count as done once the caller has renamed it.
         clock: seconds; for tests.
     """
 
@@ -106,9 +109,13 @@ class DatasetWriter:
         manifest: Manifest,
         options: ShardOptions | None = None,
         *,
+        name: str = "w0",
+        offer: Callable[[Path, Path, list[SampleEntry]], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = folder
+        self._name = name
+        self._offer = offer
         self._manifest = manifest
         self._options = options or ShardOptions()
         self._clock = clock
@@ -117,7 +124,7 @@ class DatasetWriter:
         self._base.mkdir(parents=True, exist_ok=True)
         if self._options.fsync:
             sync_folder(folder)
-        self._number = _next_number(folder)
+        self._number = _next_number(folder, name)
         self._max_rows = _FIRST_MAX_ROWS
         self._part: _Part | None = None
         # one thread: while a shard is being synced, the next one takes rows; never more than one waits
@@ -163,6 +170,15 @@ class DatasetWriter:
         part.entries.append(SampleEntry(index=index, source_hash=source_hash, sample_id=sample_id, error=reason))
         if len(part.entries) >= 100 * _FILES_PER_PART:
             self._rotate()
+
+    def flush(self) -> None:
+        """Publish what is complete, and wait for it; more may follow.
+
+        Raises:
+            OSError: as in `close`.
+        """
+        self._rotate()
+        self._wait()
 
     def close(self) -> None:
         """Publish what is complete, and wait for it.
@@ -231,8 +247,7 @@ class DatasetWriter:
 
     def _open_part(self) -> _Part:
         if self._part is None:
-            # "w0": the first writer of a folder that may have several
-            path = self._base / f"w0-{self._number:06d}{PART_SUFFIX}"
+            path = self._base / f"{self._name}-{self._number:06d}{PART_SUFFIX}"
             self._number += 1
             self._part = _Part(path, self._clock())
         return self._part
@@ -277,7 +292,11 @@ class DatasetWriter:
                     if exc.errno not in _FULL or not self._drop_last(part):
                         raise _said(exc, self._folder) from exc
                     dropped += 1
-            if part.entries:
+            if part.entries and self._offer is not None:
+                offered = temporary_path(part.path)
+                temporary.replace(offered)
+                self._offer(offered, part.path, part.entries)
+            elif part.entries:
                 temporary.replace(part.path)
                 if self._options.fsync:
                     sync_folder(part.path.parent)
@@ -333,9 +352,9 @@ def file_info(manifest: Manifest) -> FileInfo:
     )
 
 
-def _next_number(folder: Path) -> int:
-    names = (path.name for path in folder.glob("*/w0-*"))
-    return 1 + max((int(name[3:9]) for name in names if name[3:9].isdigit()), default=-1)
+def _next_number(folder: Path, name: str) -> int:
+    numbers = (path.name[len(name) + 1 :][:6] for path in folder.glob(f"*/{name}-*"))
+    return 1 + max((int(number) for number in numbers if number.isdigit()), default=-1)
 
 
 def write_synced(path: Path, content: bytes, fsync: bool) -> None:
