@@ -155,7 +155,7 @@ class _View:
             run_to_exit(lambda: self.model(**inputs))
 
 
-def _company(sequences: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+def _company(sequences: Sequence[TokenIds]) -> list[TokenIds]:
     """What fills a pack up to whole vectors, so that a row has the same bits whatever it is packed with.
 
     The CPU computes what is left over behind the last whole vector in another way, and very few rows with other kernels.
