@@ -269,7 +269,7 @@ class _Run:
         now = time.monotonic()
         for actor in self._actors:
             if actor.starting is None and actor.holding.open and not actor.running and actor.flushing is None:
-                if self._stopping and actor.status == actor.published:
+                if self._stopping and actor.status.num_samples == actor.published.num_samples:
                     continue  # stopped before it came to them
                 actor.flushing = actor.handle.flush.remote()
             if actor.running and actor.asking is None and now - actor.asked_at >= _POLL_SECONDS:
@@ -376,6 +376,8 @@ class _Run:
         for actor in self._actors:
             actor.progress.num_samples = actor.status.num_samples
         report.num_samples = self._gone.num_samples + sum(actor.status.num_samples for actor in self._actors)
+        # what died actors had not shown is known to nobody
+        report.num_unshown = sum(actor.status.num_unshown for actor in self._actors)
         report.num_tokens = self._gone.num_tokens + sum(actor.status.num_tokens for actor in self._actors)
         if self._manifest is not None:
             report.num_bytes = report.num_tokens * file_info(self._manifest).row_bytes

@@ -41,6 +41,8 @@ class Status:
     num_samples: int = 0
     num_tokens: int = 0
     num_failed: int = 0
+    num_unshown: int = 0
+    """As in `RunReport`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +132,7 @@ class ExtractionWorker:
             num_samples=report.num_samples,
             num_tokens=report.num_tokens,
             num_failed=report.num_failed,
+            num_unshown=report.num_unshown,
         )
 
     def stop(self) -> None:
