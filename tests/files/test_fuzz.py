@@ -1,6 +1,7 @@
 """Any bytes at all: the reader delivers the file that was written or says one of its errors, and takes no memory beyond it."""
 
 import base64
+import contextlib
 import json
 import os
 import struct
@@ -15,7 +16,7 @@ from layertap.capture.options import StoreOptions
 from layertap.capture.request import RequestOptions
 from layertap.errors import HiddenStatesError, OptionError
 from layertap.files import format as fmt
-from layertap.files.read import read_file, read_header
+from layertap.files.read import read_file, read_header, verify_file
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -40,14 +41,17 @@ def read_or_say(target, content, allowed_bytes=1 << 20):
     """What was delivered, or None after one of our errors."""
     target.write_bytes(content)
     tracemalloc.start()
-    try:
-        return read_file(target, timeout=0)
-    except HiddenStatesError:
-        return None
-    finally:
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        assert peak < 20 * len(content) + allowed_bytes
+    found = None
+    with contextlib.suppress(HiddenStatesError):
+        found = read_file(target, timeout=0)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 20 * len(content) + allowed_bytes
+    verified = None
+    with contextlib.suppress(HiddenStatesError):
+        verified = verify_file(target, timeout=0)
+    assert verified == (None if found is None else found.info), "the two ways of checking a file disagree"
+    return found
 
 
 def with_header(value, tail=b""):

@@ -85,7 +85,7 @@ def verify_file(path: str | os.PathLike[str], *, timeout: float = DEFAULT_TIMEOU
         header = _read_header(fd, str(target))
         info, begin = header.info, header.data_offset
         end = begin + info.num_rows * info.row_bytes
-        token_ids = _read_array(fd, end, 8 * info.num_rows, str(target)).view("<i8").astype(np.int64, copy=False)
+        token_ids = _read_token_ids(fd, end, info.num_rows, str(target))
         if info.num_rows:
             with mmap.mmap(fd, end, prot=mmap.PROT_READ) as mapped:
                 rows = np.frombuffer(mapped, np.uint8, end - begin, begin).reshape(info.num_rows, info.row_bytes)
@@ -155,13 +155,17 @@ def read_open_file(fd: int, name: str) -> Loaded:
     rows = _read_array(fd, header.data_offset, info.num_rows * info.row_bytes, name).reshape(
         info.num_rows, info.row_bytes
     )
-    offset = header.data_offset + rows.size
-    token_ids = _read_array(fd, offset, 8 * info.num_rows, name).view("<i8").astype(np.int64, copy=False)
-    if (token_ids < 0).any():
-        raise CorruptError(f"{name}: negative token ids")
+    token_ids = _read_token_ids(fd, header.data_offset + rows.size, info.num_rows, name)
     check_rows(header, rows, token_ids, name)
     slot_bytes = info.row_bytes // len(info.layers)
     return Loaded(info=info, rows=rows.reshape(info.num_rows, len(info.layers), slot_bytes), token_ids=token_ids)
+
+
+def _read_token_ids(fd: int, offset: int, num_rows: int, name: str) -> NDArray[np.int64]:
+    token_ids = _read_array(fd, offset, 8 * num_rows, name).view("<i8").astype(np.int64, copy=False)
+    if (token_ids < 0).any():
+        raise CorruptError(f"{name}: negative token ids")
+    return token_ids
 
 
 def _read_array(fd: int, offset: int, num_bytes: int, name: str) -> NDArray[np.uint8]:
