@@ -90,7 +90,8 @@ class WriterLock:
             # unlock explicitly: a forked child may still hold a copy of the descriptor
             with contextlib.suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)
-            os.close(fd)
+            with contextlib.suppress(OSError):  # the descriptor is gone either way
+                os.close(fd)
 
     def remove(self) -> None:
         """Take the lock file away and release it (nobody learnt the path)."""

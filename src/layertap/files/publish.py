@@ -65,7 +65,7 @@ class PendingFile:
         self._lock: WriterLock | None = None
         self._fd = -1
         self._ended = threading.Lock()
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(path.parent, fsync)
         self._refuse_existing()
         # a reader that finds the old file after this writer has died must not take it for the new one
         replaces = overwrite and os.path.lexists(path)
@@ -230,9 +230,12 @@ def write_error(path: Path, reason: str, request_id: str | None) -> None:
     """Publish `<path>.error`, atomically."""
     target = error_path(path)
     temporary = temporary_path(target)
+    record: dict[str, object] = {"reason": reason, "request_id": request_id}
+    with contextlib.suppress(OSError):  # the file that was to be replaced: its reader must not take it for the new one
+        record["stands"] = fmt.identity(os.stat(path))
     try:
         with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, _FILE_MODE), "w") as file:
-            json.dump({"reason": reason, "request_id": request_id}, file)
+            json.dump(record, file)
         temporary.replace(target)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -247,6 +250,18 @@ def pwrite_all(fd: int, data: NDArray[np.generic], offset: int) -> None:
     done = 0
     while done < len(view):
         done += os.pwrite(fd, view[done : done + (1 << 30)], offset + done)
+
+
+def _make_folder(folder: Path, fsync: bool) -> None:
+    """Make a folder and its parents; with `fsync`, their names survive a power loss as the file's does."""
+    missing = []
+    while not folder.is_dir() and folder != folder.parent:
+        missing.append(folder)
+        folder = folder.parent
+    for new in reversed(missing):
+        new.mkdir(exist_ok=True)
+        if fsync:
+            sync_folder(new.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -189,7 +189,7 @@ def _open(path: Path) -> int:
 
 def _refuse_outdated(path: Path, fd: int) -> None:
     """The file that is there is the old one if the last attempt to replace it failed; its reader asks for the new one."""
-    failure = _failure_on_record(path, newer_than_ns=os.fstat(fd).st_mtime_ns)
+    failure = _failure_on_record(path, os.fstat(fd))
     if failure is not None:
         raise failure
     lock_path = path.with_name(path.name + LOCK_SUFFIX)
@@ -202,12 +202,13 @@ def _refuse_outdated(path: Path, fd: int) -> None:
         )
 
 
-def _failure_on_record(path: Path, newer_than_ns: int = 0) -> HiddenStatesError | None:
-    """The reason of the last attempt to publish the file, where it failed."""
+def _failure_on_record(path: Path, there: os.stat_result | None = None) -> HiddenStatesError | None:
+    """The reason of the last attempt to publish the file, where it failed; `there` is the file that is there, if one is."""
     twin = error_path(path)
     with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
-        if twin.stat().st_mtime_ns >= newer_than_ns:
-            record = json.loads(twin.read_text())
+        record = json.loads(twin.read_text())
+        # what came after the failure is no business of it; told by the file and not by clocks, which jump
+        if there is None or record.get("stands") == fmt.identity(there):
             reason, request_id = str(record.get("reason")), record.get("request_id")
             return HiddenStatesError(f"{path}: {reason} (request {request_id})", reason=reason, request_id=request_id)
     content = read_content(path.with_name(path.name + LOCK_SUFFIX))

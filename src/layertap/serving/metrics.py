@@ -65,7 +65,10 @@ class Metrics:
             self._reaped_files.labels(why)
         for outcome in ("stored", "failed"):
             self._shipped_files.labels(outcome)
-        book.on_ready = lambda entry: self._publish_seconds.observe((entry.ended or entry.admitted) - entry.admitted)
+        # clocks jump
+        book.on_ready = lambda entry: self._publish_seconds.observe(
+            max(0.0, (entry.ended or entry.admitted) - entry.admitted)
+        )
         self.registry.register(self)
 
     def answered(self, path: str, status: int, seconds: float) -> None:

@@ -96,7 +96,7 @@ class Capture:
             if self._failure is None and not self._ended:
                 try:
                     pieces = self._assembly.accept(rows)
-                except LayertapError as exc:
+                except Exception as exc:  # noqa: BLE001 - also where memory runs out: it is this capture's own
                     self._failure = exc
             if pieces:
 
@@ -275,29 +275,32 @@ class Recorder:
         max_rows = len(spec.candidates)
         sink: Sink
         room: Reservation | None = None
-        if path is None:
-            sink = MemorySink(spec, info)
-        else:
-            room = self.room.reserve(path, max_rows * (spec.row_bytes + 8))
-            try:
-                sink = FileSink(
-                    PendingFile(
-                        path,
-                        info,
-                        max_rows,
-                        overwrite=overwrite,
-                        lock=lock and self.options.use_synchronization_lock,
-                        fsync=self.options.fsync,
-                        request_id=request_id,
-                    ),
-                    spec,
+        file: PendingFile | None = None
+        try:
+            if path is None:
+                sink = MemorySink(spec, info)
+            else:
+                room = self.room.reserve(path, max_rows * (spec.row_bytes + 8))
+                file = PendingFile(
+                    path,
+                    info,
+                    max_rows,
+                    overwrite=overwrite,
+                    lock=lock and self.options.use_synchronization_lock,
+                    fsync=self.options.fsync,
+                    request_id=request_id,
                 )
-            except BaseException:
+                sink = FileSink(file, spec)
+            capture = Capture(spec, sink, self, request_id, path, room)
+        except BaseException:  # a lock that stayed would make readers wait for a process that lives on
+            if file is not None:
+                file.discard()
+            if room is not None:
                 room.settle(0)
-                raise
+            raise
         with self._lock:
             self.counts.admitted += 1
-        return Capture(spec, sink, self, request_id, path, room)
+        return capture
 
     def note_published(self, result: Result) -> None:
         """Count a finished capture."""

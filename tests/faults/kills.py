@@ -1,0 +1,56 @@
+"""Kill writers, readers, extract jobs, servers and clients with SIGKILL at random moments, and look at what is left.
+
+Run as: python tests/faults/kills.py [--rounds 1000] [--seed 0] [--only writer,reader,job,server,client]
+
+Prints one line of figures for each kind of victim and one for all. Rows that are wrong, readers that hang and files that stay
+behind must be zero; the exit code says so. Victims are forked from this process, which has all imports and self-tests done.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "files"))
+
+import kill_job
+import kill_reader
+import kill_server
+import kill_writer
+from victims import Figures
+
+KINDS: dict[str, tuple[float, Callable[[int, int], Figures]]] = {
+    "writer": (0.4, kill_writer.run),
+    "reader": (0.2, kill_reader.run),
+    "job": (0.15, kill_job.run),
+    "server": (0.1, kill_server.run_server_kills),
+    "client": (0.15, kill_server.run_client_kills),
+}
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default=",".join(KINDS))
+    arguments = parser.parse_args()
+    kinds = arguments.only.split(",")
+    whole = sum(KINDS[kind][0] for kind in kinds)
+    total = Figures()
+    for kind in kinds:
+        share, run = KINDS[kind]
+        began = time.monotonic()
+        figures = run(round(arguments.rounds * share / whole), arguments.seed)
+        seconds = round(time.monotonic() - began, 1)
+        print(json.dumps({"victim": kind, **asdict(figures), "seconds": seconds}), flush=True)
+        total += figures
+    print(json.dumps({"victim": "all", **asdict(total)}))
+    return 0 if total.faultless else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
