@@ -86,32 +86,46 @@ class Capture:
                 rows.release()
             raise
 
+        pending = [rows.release]
+
         def done() -> None:
+            try:
+                release = pending.pop()
+            except IndexError:
+                return
             self._recorder.budget.release(num_bytes)
-            if rows.release is not None:
-                rows.release()
+            if release is not None:
+                release()
 
         with self._lock:  # deciding and queueing together, so that a later step's bytes are also written later
-            pieces: list[Piece] = []
-            if self._failure is None and not self._ended:
-                try:
-                    pieces = self._assembly.accept(rows)
-                except Exception as exc:  # noqa: BLE001 - also where memory runs out: it is this capture's own
-                    self._failure = exc
-            if pieces:
+            try:
+                self._queue(rows, done)
+            except BaseException as exc:  # Ctrl-C: whether the rows are queued isn't known, so nothing of them may be published
+                self._failure = exc
+                done()
+                raise
 
-                def store() -> None:
-                    try:
-                        if self._failure is None:
-                            self._store(pieces, rows)
-                    except Exception as exc:  # noqa: BLE001 - any failure is this capture's own; kept for its reader
-                        self._failure = exc
-                    finally:
-                        done()
+    def _queue(self, rows: Rows, done: Callable[[], None]) -> None:
+        pieces: list[Piece] = []
+        if self._failure is None and not self._ended:
+            try:
+                pieces = self._assembly.accept(rows)
+            except Exception as exc:  # noqa: BLE001 - also where memory runs out: it is this capture's own
+                self._failure = exc
+        if not pieces:
+            done()
+            return
 
-                self._submit(store)
-                return
-        done()
+        def store() -> None:
+            try:
+                if self._failure is None:
+                    self._store(pieces, rows)
+            except Exception as exc:  # noqa: BLE001 - any failure is this capture's own; kept for its reader
+                self._failure = exc
+            finally:
+                done()
+
+        self._submit(store)
 
     def _store(self, pieces: Sequence[Piece], rows: Rows) -> None:
         for piece in pieces:
