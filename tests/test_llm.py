@@ -85,7 +85,7 @@ def test_ctrl_c_while_the_writer_makes_extract_wait_does_not_block_the_next_call
     budget = llm._front.recorder.budget
     real = budget.acquire
 
-    def interrupted(_num_bytes):
+    def interrupted(_num_bytes, _taken):
         raise KeyboardInterrupt
 
     for _ in range(4):  # more often than there are arenas

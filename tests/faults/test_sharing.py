@@ -1,10 +1,12 @@
-"""Several users of one folder in each other's way: servers, writers of one name, readers that never finish, forks, signals, clocks."""
+"""Users of one folder in each other's way: servers, writers of one name, endless readers, forks, interrupts, clocks."""
 
 import os
 import random
 import signal
 import socket
+import sys
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -15,7 +17,7 @@ from victims import Figures, Victim, WarmModel, fork, prompts
 
 from layertap.assembly import Rows
 from layertap.client import HiddenStatesClient
-from layertap.errors import HiddenStatesError, LayertapError, TargetExistsError
+from layertap.errors import HiddenStatesError, LayertapError, TargetExistsError, WaitTimeoutError
 from layertap.files.locks import WriterLock
 from layertap.files.read import read_file
 from layertap.files.reap import reap
@@ -186,46 +188,56 @@ def test_forks_while_captures_run_change_nothing(tmp_path):
 
 
 class Interrupted(BaseException):
-    """Raised by a signal's handler, as Ctrl-C's KeyboardInterrupt is."""
+    """What a signal's handler raises, as Ctrl-C's KeyboardInterrupt is."""
 
 
-def test_signals_that_raise_at_any_moment_leave_files_or_reasons_and_a_working_writer(tmp_path):
-    recorder = make_recorder(num_writer_threads=2, max_bytes_in_flight=8192)
-    rng = random.Random(0)
+class InterruptAt:
+    """Raise at the n-th call of this thread inside layertap, as a function begins or one of C has ended: there signals arrive."""
 
-    def handler(_number, _frame):
-        raise Interrupted
+    def __init__(self, nth):
+        self.left = nth
+        self.where = ""
 
-    before = signal.signal(signal.SIGUSR1, handler)
-    main = threading.get_ident()
-    outcomes = {"right": 0, "told": 0}
-    try:
-        for number in range(150):
-            rows, ids = make_data(SPEC, seed=number)
-            path, capture = tmp_path / f"{number}.safetensors", None
-            try:
-                timer = threading.Timer(rng.uniform(0.0001, 0.003), signal.pthread_kill, (main, signal.SIGUSR1))
-                timer.start()
-                capture = recorder.admit(SPEC, request_id=str(number), path=path)
-                add_all(capture, rows, ids)
-                capture.result.result(30)
-                timer.join()
-            except Interrupted:
-                if capture is not None:
-                    capture.fail("interrupted")
-            if capture is None:
-                continue  # nobody was told of it
-            try:
-                assert read_file(path, timeout=20).rows.tobytes() == rows.tobytes()
-                outcomes["right"] += 1
-            except HiddenStatesError:
-                outcomes["told"] += 1
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    rows, _, _ = write_sample(recorder, tmp_path / "after.safetensors", SPEC)
+    def __call__(self, frame, event, _arg):
+        if event in ("call", "c_return") and "/layertap/" in frame.f_code.co_filename:
+            self.left -= 1
+            if self.left == 0:
+                self.where = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
+                raise Interrupted
+
+
+def test_an_interrupt_at_any_call_leaves_a_file_or_a_reason_and_a_working_writer(tmp_path):
+    recorder = make_recorder(num_writer_threads=2, max_bytes_in_flight=1 << 16)
+    rows, ids = make_data(SPEC)
+    outcomes = Counter()
+    nth, tracer = 0, InterruptAt(0)
+    while tracer.left <= 0:  # until one came through
+        nth += 1
+        path, capture = tmp_path / f"{nth}.safetensors", None
+        tracer = InterruptAt(nth)
+        sys.setprofile(tracer)
+        try:
+            capture = recorder.admit(SPEC, request_id=str(nth), path=path)
+            add_all(capture, rows, ids)
+        except Interrupted:
+            sys.setprofile(None)
+            if capture is not None:
+                capture.fail("interrupted")
+        finally:
+            sys.setprofile(None)
+        if capture is None:
+            continue  # nobody was told of it
+        try:
+            assert read_file(path, timeout=20).rows.tobytes() == rows.tobytes()
+            outcomes["right"] += 1
+        except WaitTimeoutError:
+            raise AssertionError(f"an interrupt at {tracer.where} makes its reader wait for ever") from None
+        except HiddenStatesError:
+            outcomes["told"] += 1
+    write_sample(recorder, tmp_path / "after.safetensors", SPEC)
     assert read_file(tmp_path / "after.safetensors").rows.tobytes() == rows.tobytes()
     recorder.close()
-    assert min(outcomes.values()) > 0, outcomes
+    assert outcomes["told"] > 30, outcomes
 
 
 def test_a_failure_is_told_whatever_the_clocks_say(tmp_path, monkeypatch):

@@ -94,7 +94,10 @@ def read_part(path: Path, dataset_id: str, columns: Sequence[str] = tuple(SCHEMA
         ForeignError: it belongs to another data set, or isn't a part of an index.
     """
     try:
-        with pq.ParquetFile(path, pre_buffer=False) as file:
+        with (
+            path.open("rb") as opened,
+            pq.ParquetFile(opened, pre_buffer=False) as file,
+        ):  # Arrow takes UTF-8 names only
             facts = json.loads((file.schema_arrow.metadata or {})[_KEY])
             if facts["format_version"] != FORMAT_VERSION:
                 raise ForeignError(f"{path}: index of format version {facts['format_version']!r}")

@@ -228,7 +228,7 @@ def _read_parquet(source: InputFile) -> Iterator[Record]:
 
     row_number = 0
     try:
-        with pq.ParquetFile(source.path, pre_buffer=False) as file:
+        with source.path.open("rb") as opened, pq.ParquetFile(opened, pre_buffer=False) as file:
             names = [name for name in file.schema_arrow.names if name in (*FIELDS, "tools", "system", "id")]
             if not set(names) & set(FIELDS):
                 columns = ", ".join(file.schema_arrow.names)

@@ -18,15 +18,16 @@ class ByteBudget:
         self.peak_bytes = 0
         self.waited_seconds = 0.0
 
-    def acquire(self, num_bytes: int) -> None:
-        """Take `num_bytes`, waiting until they fit."""
+    def acquire(self, num_bytes: int, taken: list[int]) -> None:
+        """Take `num_bytes`, waiting until they fit; noted in `taken`, for who is interrupted on the way."""
         with self._condition:
             if not self._fits(num_bytes):
                 began = time.monotonic()
                 self._condition.wait_for(lambda: self._fits(num_bytes))
                 self.waited_seconds += time.monotonic() - began
+            self.peak_bytes = max(self.peak_bytes, self.in_flight_bytes + num_bytes)
             self.in_flight_bytes += num_bytes
-            self.peak_bytes = max(self.peak_bytes, self.in_flight_bytes)
+            taken.append(num_bytes)
 
     def release(self, num_bytes: int) -> None:
         """Give them back."""

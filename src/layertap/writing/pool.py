@@ -36,6 +36,7 @@ class Lane:
         self._lock = threading.Lock()
         self._tasks: collections.deque[Task] = collections.deque()
         self._scheduled = False
+        self._turn = threading.Lock()  # an interrupt in `submit` may put a lane into the line twice
 
     def submit(self, task: Task) -> None:
         """Queue a task behind the lane's others. A task must handle its own errors.
@@ -48,23 +49,27 @@ class Lane:
             if self._scheduled:
                 return
             try:  # under the lock: another thread's task must not slip in behind one that is taken back
+                self._scheduled = True
                 self._pool.enqueue(self)
-            except RuntimeError:
+            except BaseException:
                 self._tasks.pop()
+                self._scheduled = False
                 raise
-            self._scheduled = True
 
     def run_one(self) -> bool:
         """Run the first task; True if more are waiting."""
-        with self._lock:
-            task = self._tasks.popleft()
-        try:
-            task()
-        except Exception:  # the thread serves every other request too
-            logger.exception("a writer task failed to handle its own error")
-        with self._lock:
-            self._scheduled = bool(self._tasks)
-            return self._scheduled
+        with self._turn:
+            with self._lock:
+                if not self._tasks:
+                    return False
+                task = self._tasks.popleft()
+            try:
+                task()
+            except Exception:  # the thread serves every other request too
+                logger.exception("a writer task failed to handle its own error")
+            with self._lock:
+                self._scheduled = bool(self._tasks)
+                return self._scheduled
 
 
 class WriterPool:

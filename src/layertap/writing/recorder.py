@@ -72,38 +72,31 @@ class Capture:
         self._lane: Lane = recorder.pool.lane()
         self._assembly = Assembly(spec)
         self._checks = RowChecks(spec, request_id, recorder.seen)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a task that is run here and now takes it again
         self._failure: BaseException | None = None
         self._ended = False
 
     def add(self, rows: Rows) -> None:
         """Take a chunk. May wait for the byte budget; never raises for the capture's own failures."""
-        num_bytes = int(rows.data.nbytes)
-        try:
-            self._recorder.budget.acquire(num_bytes)
-        except BaseException:  # Ctrl-C while it waits
-            if rows.release is not None:
-                rows.release()
-            raise
-
-        pending = [rows.release]
+        taken: list[int] = []
+        release = [rows.release]
 
         def done() -> None:
-            try:
-                release = pending.pop()
-            except IndexError:
-                return
-            self._recorder.budget.release(num_bytes)
-            if release is not None:
-                release()
+            if taken:
+                self._recorder.budget.release(taken.pop())
+            if release and (call := release.pop()) is not None:
+                call()
 
-        with self._lock:  # deciding and queueing together, so that a later step's bytes are also written later
-            try:
+        try:
+            self._recorder.budget.acquire(int(rows.data.nbytes), taken)
+            with self._lock:  # deciding and queueing together, so that a later step's bytes are also written later
                 self._queue(rows, done)
-            except BaseException as exc:  # Ctrl-C: whether the rows are queued isn't known, so nothing of them may be published
-                self._failure = exc
-                done()
-                raise
+        except (
+            BaseException
+        ) as exc:  # Ctrl-C: whether the rows are queued isn't known, so nothing of them may be published
+            self._failure = exc
+            done()
+            raise
 
     def _queue(self, rows: Rows, done: Callable[[], None]) -> None:
         pieces: list[Piece] = []
@@ -167,36 +160,43 @@ class Capture:
                 self._recorder.note_published(result)
                 self.result.set_result(result)
 
-        if self._end():
-            self._submit(publish)
+        self._end(publish)
         return self.result
 
     def fail(self, reason: str | BaseException) -> None:
         """Give up: the reader gets the reason, what was written is dropped. Idempotent; nothing happens after `finish`."""
         cause = reason if isinstance(reason, BaseException) else EngineError(reason)
-        if self._end():
-            self._failure = cause
-            self._submit(lambda: self._end_failed(cause))
+        self._end(lambda: self._end_failed(cause), cause)
 
     def discard(self) -> None:
         """Give up without a word: nobody was told the path. Idempotent; nothing happens after `finish`."""
         cause = EngineError("the request was given up")
-        if self._end():
-            self._failure = cause
 
-            def drop() -> None:
-                try:
-                    self._sink.discard()
-                    self._settle(0)
-                finally:
-                    self.result.set_exception(cause)
+        def drop() -> None:
+            try:
+                self._sink.discard()
+                self._settle(0)
+            finally:
+                self._give_up(cause)
 
-            self._submit(drop)
+        self._end(drop, cause)
 
-    def _end(self) -> bool:
+    def _end(self, task: Callable[[], None], cause: BaseException | None = None) -> None:
+        """Queue the last task, unless another one was; an interrupt on the way leaves the end to the next who asks for it."""
         with self._lock:
-            first, self._ended = not self._ended, True
-        return first
+            if self._ended:
+                return
+            try:
+                self._ended = True
+                self._failure = cause or self._failure
+                self._submit(task)
+            except BaseException as exc:
+                self._ended, self._failure = False, exc
+                raise
+
+    def _give_up(self, error: BaseException) -> None:
+        if not self.result.done():
+            self.result.set_exception(error)
 
     def _end_failed(self, cause: BaseException) -> None:
         reason = describe(cause)
@@ -209,7 +209,7 @@ class Capture:
             self._settle(0)
             self._recorder.note_failed(reason)
         finally:  # whatever happens, nobody waits for ever
-            self.result.set_exception(error)
+            self._give_up(error)
 
     def _settle(self, num_bytes: int) -> None:
         if self._room is not None:

@@ -81,7 +81,7 @@ class StageReceiver:
     def _take_rows(self, connection: Connection, request_id: str, content: Any) -> None:
         step, start, slots, shape, input_ids = content
         num_bytes = int(np.prod(shape))
-        self._budget.acquire(num_bytes)
+        self._budget.acquire(num_bytes, [])
         data = np.frombuffer(connection.recv_bytes(), np.uint8).reshape(shape)
         self._collector.rows_of_stage(
             request_id,
