@@ -1,5 +1,6 @@
 """Prompts: text, token ids or chat messages to checked token ids."""
 
+import contextlib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,18 +95,29 @@ class PromptReader:
         for number, message in enumerate(messages):
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise PromptError(f"messages[{number}]: expected a dict with 'role' and 'content', got {message!r}")
-        try:
-            text = self._tokenizer.apply_chat_template(
-                [_with_text_content(message) for message in messages],
-                tools=list(tools) if tools else None,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tokenize=False,
-                **(chat_template_kwargs or {}),
+
+        def rendered(tools: list[Mapping[str, Any]] | None) -> str:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [_with_text_content(message) for message in messages],
+                    tools=tools,
+                    chat_template=chat_template,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tokenize=False,
+                    **(chat_template_kwargs or {}),
+                )
             )
+
+        try:
+            text = rendered(list(tools) if tools else None)
         except Exception as exc:  # jinja templates raise what they like
             raise PromptError(f"messages: the chat template refuses them: {exc}") from exc
+        unseen = False
+        with contextlib.suppress(Exception):  # a template that can't do without tools shows them
+            unseen = bool(tools) and rendered(None) == text
+        if unseen:
+            raise PromptError("tools: the model's chat template doesn't show them to the model; leave them out")
         # the template writes the special tokens itself
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return self._checked(list(ids), text, room)

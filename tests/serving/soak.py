@@ -89,7 +89,7 @@ def soak(checkpoint, seconds, folder, port):
     storage.mkdir()
     server = Server(checkpoint, storage, port)
     server.start()
-    clients, kills = [], 0
+    clients, kills, killed = [], 0, None
     deadline = time.monotonic() + seconds
     restart_at = time.monotonic() + seconds / 2
     sizes = []
@@ -106,13 +106,15 @@ def soak(checkpoint, seconds, folder, port):
         sizes.append(resident_bytes(server.process.pid))
         if restart_at is not None and time.monotonic() > restart_at:
             restart_at = None
+            killed = server.process.pid
             server.end(signal.SIGKILL)
             server.start()
     for one in clients:
         one.kill()
         one.wait()
     server.end(signal.SIGTERM)
-    return {"kills": kills, "exit": server.process.returncode, "resident_bytes": sizes, **look_through(storage, folder)}
+    found = {"seconds": seconds, "kills": kills, "killed_server": killed, "exit": server.process.returncode}
+    return {**found, "resident_mib": [size >> 20 for size in sizes], **look_through(storage, folder)}
 
 
 def resident_bytes(pid):
@@ -173,7 +175,9 @@ def main():
     seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 1800.0
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = sys.argv[2] if len(sys.argv) > 2 else zoo.save("llama", folder)
-        print(json.dumps(soak(checkpoint, seconds, Path(folder), free_port()), indent=1))
+        found = soak(checkpoint, seconds, Path(folder), free_port())
+    found["resident_mib"] = found["resident_mib"][:: max(1, len(found["resident_mib"]) // 30)]
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -6,10 +6,16 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import content_type_conformance, status_code_conformance
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
 
 from layertap.serving.server import run_background
 from layertap.serving.settings import ServerSettings
+
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +50,7 @@ def fuzz(operation, mode):
             case.body["max_tokens"] = min(case.body["max_tokens"], 3)
         if "{name}" in operation.path or "{tag}" in operation.path:
             assume(case.path_parameters.get("name", "x") not in ("", ".", ".."))
-        case.call_and_validate(checks=[not_a_server_error, status_code_conformance, content_type_conformance])
+        case.call_and_validate(checks=CHECKS)
 
     try:
         run()
@@ -65,5 +71,10 @@ def test_every_route_and_field_is_described(fuzzed, http):
         "/v1/models/{name}",
         "/v1/weights",
     }
+    for path in described["paths"].values():
+        for operation in path.values():
+            assert "422" not in operation["responses"]
+    assert "Error" in described["components"]["schemas"]
+    assert "HTTPValidationError" not in described["components"]["schemas"]
     for name in ("CompletionBody", "ChatBody"):
         assert "kv_transfer_params" in described["components"]["schemas"][name]["properties"]

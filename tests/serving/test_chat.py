@@ -1,9 +1,12 @@
 """`/v1/chat/completions` as the official client sees it."""
 
+import copy
+
 import openai
 import pytest
 
 from layertap import load_hidden_states
+from layertap.prompts import PromptReader
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hello."}]
 
@@ -86,6 +89,10 @@ def test_continuing_a_message_leaves_its_turn_open(client):
     [
         ({"messages": [{"content": "no role"}]}, None),
         ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}}, "response_format"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"extra": {"guided_json": {}}}, "guided_json"),
@@ -96,3 +103,13 @@ def test_what_cant_be_honoured_is_a_400_that_names_it(client, body, param):
         ask(client, **body)
     if param is not None:
         assert caught.value.param == param
+
+
+def test_tools_are_shown_to_the_model_by_its_template(llm):
+    tokenizer = copy.deepcopy(llm.get_tokenizer())
+    tokenizer.chat_template = (
+        "{% for t in tools %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    prompt = PromptReader(llm.info, tokenizer).chat([{"role": "user", "content": "hi"}], tools=tools)
+    assert prompt.text == "[weather]hi"

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from captures import HandCapture
 
-from layertap.client import AsyncHiddenStatesClient, HiddenStatesClient, ServerError
+from layertap.client import AsyncHiddenStatesClient, HiddenStatesClient, ServerError, landing
 from layertap.errors import CorruptError, HiddenStatesError, LayertapError, MissingError, TornError, WaitTimeoutError
 
 
@@ -212,3 +212,46 @@ def test_streams_are_for_another_client(remote):
         remote.complete("x", stream=True)
     with pytest.raises(ValueError, match="handle"):
         remote.fetch({})
+
+
+def test_what_the_openai_client_got_is_a_handle_too(client, remote):
+    extra = {"return_token_ids": True, "kv_transfer_params": {"include_output_tokens": True}, "ignore_eos": True}
+    answer = client.completions.create(model="tiny", prompt="whole", max_tokens=3, extra_body=extra)
+    (choice,) = answer.choices
+    tokens = choice.prompt_token_ids + choice.token_ids
+    for handle in (answer, choice, choice.kv_transfer_params):
+        assert remote.fetch(handle)["token_ids"].tolist() == tokens[:-1]
+    chunks = list(client.completions.create(model="tiny", prompt="x", max_tokens=3, stream=True, extra_body=extra))
+    assert remote.fetch(chunks[-1].choices[0])["token_ids"].numel() > 0
+    with pytest.raises(ValueError, match="handle"):
+        remote.fetch(chunks[0].choices[0])
+
+
+def test_what_is_large_lands_on_a_disk_and_is_the_same(llm, remote, monkeypatch):
+    hand = HandCapture(llm.front, f"landed-{secrets.token_hex(4)}", num_tokens=3000)
+    hand.publish()
+    in_memory = remote.fetch_raw(hand.name)
+    monkeypatch.setattr(landing, "_MAX_MEMORY_BYTES", 1 << 20)
+    on_disk = remote.fetch_raw(hand.name)
+    assert (in_memory.rows == on_disk.rows).all()
+    assert on_disk.token_ids.tolist() == hand.ids
+
+
+def test_hundreds_at_once_have_a_connection_each_and_use_it_again(llm, server):
+    hand = HandCapture(llm.front, f"shared-{secrets.token_hex(4)}")
+    hand.publish()
+    proxy = Flaky(server.url, [])
+
+    async def work():
+        async with AsyncHiddenStatesClient(proxy.url, local=False) as client:
+            for _ in range(3):
+                loaded = await asyncio.gather(*(client.fetch_raw(hand.name) for _ in range(100)))
+                assert all(one.token_ids.tolist() == hand.ids for one in loaded)
+            first = asyncio.create_task(client.fetch_raw("never", timeout=60))
+            await asyncio.sleep(0)
+            first.cancel()
+            assert (await client.fetch_raw(hand.name)).token_ids.tolist() == hand.ids
+
+    asyncio.run(work())
+    assert 1 <= proxy.connections <= 102
+    proxy.close()

@@ -25,6 +25,7 @@ def post(http, **body):
         ({"prompt": "x" * 5000}, 400, "prompt", "length"),
         ({"prompt": "\ud800"}, 400, "prompt", ""),
         ({"temprature": 1.0}, 400, "temprature", "temperature"),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format", "isn't a field of this endpoint"),
         ({"temperature": 9}, 400, "temperature", "2"),
         ({"temperature": "1"}, 400, "temperature", "number"),
         ({"max_tokens": 0}, 400, "max_tokens", "1"),
@@ -70,6 +71,11 @@ def test_what_isnt_json_is_a_400(http, content):
     answer = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
+
+
+def test_a_body_without_its_content_type_is_told_so(http):
+    answer = http.post("/v1/completions", content=b'{"prompt": "x"}')
+    assert (answer.status_code, "Content-Type" in answer.json()["error"]["message"]) == (400, True)
 
 
 def test_routes_that_dont_exist_say_so_in_the_same_form(http):

@@ -7,6 +7,7 @@ import os
 import secrets
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import httpx
@@ -16,6 +17,7 @@ from captures import HandCapture
 from layertap.capture.options import StoreOptions
 from layertap.files import locks
 from layertap.files.read import read_file
+from layertap.serving import handoff
 from layertap.serving.files_app import gated_files_app
 from layertap.serving.handoff import FileDesk
 from layertap.serving.identity import Caller
@@ -88,10 +90,15 @@ def test_a_file_on_its_way_is_202_and_waited_for(http, hand):
     answer = http.get(name)
     assert (answer.status_code, answer.json()["state"]) == (202, "writing")
     assert http.get(name, params={"wait": 0.05}).status_code == 202
+    for wish in ("respond-async", "wait=x", "respond-async, wait=0"):
+        assert http.get(name, headers={"prefer": wish}).status_code == 202
+    publisher = threading.Timer(0.1, hand.publish)
     assert http.delete(name).status_code == 409
-    path = hand.publish()
-    answer = http.get(name, params={"wait": 30})
-    assert (answer.status_code, answer.content) == (200, path.read_bytes())
+    publisher.start()
+    answer = http.get(name, headers={"prefer": "respond-async, wait=30"})
+    publisher.join()
+    assert (answer.status_code, answer.content) == (200, hand.path.read_bytes())
+    assert http.get(name, params={"wait": 30}).content == answer.content
     assert http.get(name, params={"wait": 1e9}).status_code == 400
 
 
@@ -276,3 +283,19 @@ def test_without_flock_the_lock_files_content_counts(hand, http, llm, monkeypatc
     other = HandCapture(llm.front, f"hand-{secrets.token_hex(8)}")
     other.fail("no luck")
     assert http.get(f"/v1/hidden_states/{other.name}").status_code == 410
+
+
+def test_a_file_published_between_two_looks_is_found(llm, storage, monkeypatch):
+    """The reader looked for the file before it was there, and for its writer after it was gone."""
+    hand = HandCapture(llm.front, f"raced-{secrets.token_hex(8)}")
+    desk = FileDesk(llm.front.options)
+
+    def read_late(path, read=handoff.read_header):
+        try:
+            return read(path)
+        finally:
+            if not hand.path.exists():
+                hand.publish()
+
+    monkeypatch.setattr(handoff, "read_header", read_late)
+    assert desk.look(hand.name, Caller()).state == "ready"

@@ -31,6 +31,10 @@ def test_a_person_sees_the_server_and_clicks_through_it(browser, server, http):
         "max_tokens": 9,
         "kv_transfer_params": {"include_output_tokens": True},
     }
+    for number in range(30):
+        left = HandCapture(server.state.front, f"left-{number}")
+        server.state.book.follow([left.capture])
+        left.fail("somebody left")
     name = http.post("/v1/completions", json=body).json()["id"]
     http.get(f"/v1/hidden_states/{name}", params={"wait": 30})
     failing = HandCapture(server.state.front, "shown-as-failed")
@@ -47,6 +51,8 @@ def test_a_person_sees_the_server_and_clicks_through_it(browser, server, http):
     assert page.locator("#stack i.on").count() == 3
     assert re.search(r"Layers 1, 2, 4 of 0 to 4", page.inner_text("#layers"))
     assert "the <b>reason</b> for a person" in page.inner_text("#failures")
+    assert page.inner_text("#failures").count("somebody left") == 1
+    assert "30 times, latest left-29" in page.inner_text("#failures")
     row = page.locator("tr", has=page.locator(f"td:text-is('{name}')"))
     row.get_by_role("button", name="Picture").click()
     page.wait_for_selector(".picture.open canvas")
@@ -61,6 +67,8 @@ def test_a_person_sees_the_server_and_clicks_through_it(browser, server, http):
     assert page.locator(".picture.open canvas").count() == 1
     page.locator("tr", has=page.locator(f"td:text-is('{name}')")).get_by_role("button", name="Picture").click()
     page.wait_for_selector(".picture.open", state="detached")
+    page.set_viewport_size({"width": 390, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
     assert problems == []
     page.close()
 

@@ -74,3 +74,13 @@ def test_a_capture_gives_back_what_it_did_not_write(tmp_path):
     recorder.close()
     assert recorder.room.reserved_bytes == 0
     assert recorder.room.used_bytes > 0
+
+
+def test_what_others_removed_is_noticed_before_a_refusal(tmp_path):
+    """A reaper in another process, as with vLLM: this one only ever adds."""
+    room = make_room(tmp_path, max_storage_bytes=1000)
+    for number in range(10):
+        room.reserve(tmp_path / "a", 400).settle(300)
+        (tmp_path / f"{number}").write_bytes(b"x" * 300)
+        (tmp_path / f"{number}").unlink()
+    assert room.used_bytes <= 1000

@@ -3,12 +3,12 @@
 import time
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import httpx
 
 from layertap.client.errors import error_of, raise_for, raise_for_file, retry_after
+from layertap.client.landing import Landing
 from layertap.client.objects import load_object, object_state
 from layertap.errors import HiddenStatesError, LayertapError, TornError, WaitTimeoutError
 from layertap.files.read import Loaded, read_file, read_open_file
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-Handle = Mapping[str, Any] | str
-"""A choice of an answer, its kv_transfer_params, or an id."""
+Handle = Any
+"""A choice of an answer (this client's or the openai client's, a stream's last chunk too), its kv_transfer_params, or an id."""
 
 _RETRIED_STATUS = frozenset({429, 502, 503, 504})
 _UNREAD_STATUS = frozenset({429, 503})
@@ -34,7 +34,7 @@ class Send:
     off), or the error of the transport.
     """
 
-    def __init__(self, method: str, path: str, *, into: BinaryIO | None = None, **parts: Any) -> None:
+    def __init__(self, method: str, path: str, *, into: Landing | None = None, **parts: Any) -> None:
         self.method = method
         self.path = path
         self.into = into
@@ -49,10 +49,11 @@ class Sleep:
 
 
 class Call:
-    """Do something that blocks and is no HTTP (a file system)."""
+    """Do something that blocks and is no HTTP (a file system); with `quick`, for less time than another thread would take."""
 
-    def __init__(self, work: Callable[[], Any]) -> None:
+    def __init__(self, work: Callable[[], Any], *, quick: bool = False) -> None:
         self.work = work
+        self.quick = quick
 
 
 # The logic is written once, as generators that yield what is to be done; the two clients do it, each in its way.
@@ -137,11 +138,12 @@ class Protocol:
                 or found.with_name(found.name + ".error").exists()
             ):
                 return cast(Loaded, (yield Call(lambda: read_file(path, timeout=timeout))))
-        with TemporaryFile() as file:
+        with Landing() as file:
             yield from self._download(_name(handle), file, timeout)
-            return cast(Loaded, (yield Call(lambda: read_open_file(file.fileno(), _name(handle)))))
+            check = Call(lambda: read_open_file(file.fileno(), _name(handle)), quick=file.is_small)
+            return cast(Loaded, (yield check))
 
-    def _download(self, name: str, file: Any, timeout: float) -> Steps[None]:
+    def _download(self, name: str, file: Landing, timeout: float) -> Steps[None]:
         """Wait for the file and get it, going on where a connection broke as long as it is the same file."""
         etag: str | None = None
         pause = _FIRST_PAUSE_SECONDS
@@ -151,7 +153,7 @@ class Protocol:
             left = max(0.0, deadline - time.monotonic())
             waited = {"wait": f"{min(left, _WAIT_SECONDS):.3f}"}
             headers = {"accept-encoding": "identity"}
-            start = file.tell()
+            start = file.size
             if etag is not None:
                 headers |= {"range": f"bytes={start}-", "if-match": etag}
             answer = yield Send("GET", f"/v1/hidden_states/{name}", headers=headers, params=waited, into=file)
@@ -166,15 +168,13 @@ class Protocol:
                 continue
             elif answer.status_code == 412 or (answer.status_code == 200 and start):
                 broken = HiddenStatesError(f"{name}: the file was replaced while it was read")
-                file.seek(0)
-                file.truncate()
+                file.clear()
                 etag = None
             else:
                 raise_for_file(answer, name)
                 etag = answer.headers.get("etag")
                 broken = getattr(answer, "layertap_broken", None)
                 if broken is None:
-                    file.flush()
                     return
             attempt += 1
             if attempt > self._retries:
@@ -217,7 +217,10 @@ class Protocol:
         return cast(dict[str, Any], answer.json())
 
 
-def _fields(handle: Mapping[str, Any]) -> Mapping[str, Any]:
+def _fields(handle: Handle) -> Mapping[str, Any]:
+    if not isinstance(handle, Mapping):
+        inner = getattr(handle, "kv_transfer_params", None)
+        return inner if isinstance(inner, Mapping) else {}
     inner = handle.get("kv_transfer_params")
     return inner if isinstance(inner, Mapping) else handle
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import httpx
 
+from layertap.client.connections import lanes_unless_proxied
 from layertap.client.protocol import Call, Handle, Protocol, Send, Sleep, Steps, as_tensors, key_headers
 from layertap.files.read import Loaded
 
@@ -29,9 +30,8 @@ class AsyncHiddenStatesClient:
         local: bool = True,
         http: httpx.AsyncClient | None = None,
     ) -> None:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
         self._http = http or httpx.AsyncClient(
-            base_url=base_url, headers=key_headers(api_key), timeout=timeout, limits=limits
+            base_url=base_url, headers=key_headers(api_key), timeout=timeout, transport=lanes_unless_proxied()
         )
         self._protocol = Protocol(retries)
         self._local = local
@@ -94,7 +94,7 @@ class AsyncHiddenStatesClient:
                     outcome = None
                 elif isinstance(step, Call):
                     try:
-                        outcome = await asyncio.to_thread(step.work)
+                        outcome = step.work() if step.quick else await asyncio.to_thread(step.work)
                     except Exception as exc:  # noqa: BLE001 - raised where the steps can see it
                         step = steps.throw(exc)
                         continue
@@ -116,7 +116,10 @@ class AsyncHiddenStatesClient:
                     return answer
                 try:
                     async for chunk in answer.aiter_bytes(1 << 20):
-                        await asyncio.to_thread(step.into.write, chunk)
+                        if step.into.is_small:
+                            step.into.write(chunk)
+                        else:
+                            await asyncio.to_thread(step.into.write, chunk)
                 except httpx.TransportError as exc:
                     answer.layertap_broken = exc  # type: ignore[attr-defined]
                 return answer

@@ -124,11 +124,17 @@ def from_validation(errors: Sequence[Mapping[str, Any]], known: Mapping[str, Seq
     message = str(first.get("msg", "invalid"))
     if first.get("type") == "extra_forbidden":
         name = place[-1]
-        near = [near for fields in known.values() for near in difflib.get_close_matches(name, fields, n=1)]
-        message = "unknown field" + (f"; did you mean {near[0]!r}?" if near else "")
+        fields = {field for fields in known.values() for field in fields}
+        near = difflib.get_close_matches(name, fields, n=1, cutoff=0.7)
+        if name in fields:
+            message = "isn't a field of this endpoint"
+        else:
+            message = "unknown field" + (f"; did you mean {near[0]!r}?" if near else "")
     elif place[:1] == ["prompt"] and first is errors[0] and len(same) > 1:
         param = "prompt"
         message = "expected text, token ids, or a list of them"
+    elif first.get("type") == "model_attributes_type" and not place:
+        message = "the body isn't a JSON object; it needs the header 'Content-Type: application/json', too"
     elif first.get("type") == "json_invalid":
         message = f"the body isn't JSON: {first.get('ctx', {}).get('error', message)}"
         param = None

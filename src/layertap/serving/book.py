@@ -20,7 +20,9 @@ from layertap.writing.sinks import Result
 State = Literal["writing", "ready", "failed"]
 
 _KEPT = 20_000
-_KEPT_FAILURES = 50
+_DONE: "Future[None]" = Future()
+_DONE.set_result(None)
+_KEPT_FAILURES = 500
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,6 +103,7 @@ class Book:
             else:
                 self._note_failed(entry, error)
         entry.done.set_result(None)
+        entry.done = _DONE  # a future is most of an entry's memory
         if self.on_ready is not None and entry.state == "ready":
             self.on_ready(entry)
         if self.on_settled is not None:

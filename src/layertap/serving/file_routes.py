@@ -3,7 +3,7 @@
 | answer | when |
 | --- | --- |
 | 200, 206 | the file, or a range of it; `ETag` is its digest |
-| 202 | it is being written; `?wait=SECONDS` waits for it first, up to 60 |
+| 202 | it is being written; `?wait=SECONDS` (or `Prefer: wait=SECONDS`) waits for it first, up to 60 |
 | 303 | it went to object storage, `Location` says where |
 | 404 | unknown, or not the caller's |
 | 410 | it will not come; the message is the reason |
@@ -28,6 +28,7 @@ from layertap.serving.identity import Caller
 MAX_WAIT_SECONDS = 60.0
 _CHUNK_BYTES = 1 << 20
 _RANGE = re.compile(r"bytes=(\d{0,19})-(\d{0,19})")
+_PREFERRED = re.compile(r"(?:^|[,;])\s*wait\s*=\s*(\d{1,9})(?=\s*(?:$|[,;]))")
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 0.002, 0.05
 _DESCRIBED: dict[int | str, dict[str, Any]] = {
     status: {"description": text}
@@ -87,7 +88,7 @@ def file_routes(desk: FileDesk, *, allow_delete: bool) -> APIRouter:
 
     @router.get("/{name}", summary="The file of a request", response_class=Response, responses=read)
     async def get(name: str, request: Request, wait: Annotated[float, wait_query] = 0.0) -> Response:
-        return await answer(name, request, wait)
+        return await answer(name, request, max(wait, _preferred_wait(request)))
 
     @router.head("/{name}", summary="Whether it is there", response_class=Response, responses=read)
     async def head(name: str, request: Request, wait: Annotated[float, wait_query] = 0.0) -> Response:
@@ -122,6 +123,12 @@ def _remove(desk: FileDesk, name: str, caller: Caller) -> None:
         raise _unknown()
     if found.state == "writing" or not desk.remove(found):
         raise ApiError(409, "it is being written or read; try again later", code="busy")
+
+
+def _preferred_wait(request: Request) -> float:
+    """The seconds of `Prefer: wait=SECONDS` (RFC 7240), a wish: what isn't understood is no error."""
+    match = _PREFERRED.search(request.headers.get("prefer", ""))
+    return min(float(match[1]), MAX_WAIT_SECONDS) if match else 0.0
 
 
 def _unknown() -> ApiError:

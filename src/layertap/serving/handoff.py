@@ -87,7 +87,11 @@ class FileDesk:
         if path.is_symlink():  # nothing of ours; whoever can make one must not make us read what it points to
             return FileState(name=name, state="missing")
         try:
-            header = read_header(path)
+            header = _header_or_none(path)
+            if header is None:
+                if _is_being_written(path):
+                    return FileState(name=name, path=path, state="writing")
+                header = read_header(path)  # it may have been published between the two looks; now nobody will any more
         except HiddenStatesError as exc:
             return self._without_file(name, path, exc)
         except OSError as exc:
@@ -100,8 +104,6 @@ class FileDesk:
         return FileState(name=name, path=path, state="failed", reason=f"its file was replaced by request {writer}")
 
     def _without_file(self, name: str, path: Path, found: HiddenStatesError) -> FileState:
-        if _is_being_written(path):
-            return FileState(name=name, path=path, state="writing")
         if not isinstance(found, MissingError):
             return FileState(name=name, path=path, state="failed", reason=found.reason)
         reason = None if self.known is None else self.known.failure(name)
@@ -132,6 +134,12 @@ class FileDesk:
         if self.known is not None:
             self.known.note_deleted(freed)
         return True
+
+
+def _header_or_none(path: Path) -> Header | None:
+    with contextlib.suppress(HiddenStatesError):
+        return read_header(path)
+    return None
 
 
 def _is_being_written(path: Path) -> bool:

@@ -86,7 +86,7 @@ def _status(state: ServerState, caller: Caller) -> dict[str, Any]:
             "free_bytes": _free(room.folder),
         },
         "latest": [_entry(entry) for entry in mine[:_SHOWN]],
-        "failures": [_entry(entry) for entry in failures[:_SHOWN]],
+        "failures": _grouped(failures)[:_SHOWN],
     }
 
 
@@ -102,6 +102,15 @@ def _entry(entry: Entry) -> dict[str, Any]:
         "reason": entry.reason,
         "kind": entry.kind,
     }
+
+
+def _grouped(failures: list[Entry]) -> list[dict[str, Any]]:
+    """The latest of each reason with their number, so that clients that leave don't hide a full disk."""
+    found: dict[tuple[str | None, str | None], dict[str, Any]] = {}
+    for entry in failures:
+        group = found.setdefault((entry.kind, entry.reason), {**_entry(entry), "count": 0})
+        group["count"] += 1
+    return list(found.values())
 
 
 def _free(folder: Path) -> int:

@@ -61,6 +61,13 @@ def chat_params(body: ChatBody, info: ModelInfo, max_logprobs: int) -> SamplingP
             f"response_format: {body.response_format.type!r} can't be honoured by this engine, only 'text'",
             param="response_format",
         )
+    if body.tool_choice not in (None, "auto", "none"):
+        raise ApiError(
+            400,
+            f"tool_choice: {body.tool_choice!r} can't be honoured by this engine, only 'auto' (a call is in the answer's text, "
+            "as the model writes it) and 'none'",
+            param="tool_choice",
+        )
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs: needs logprobs=true", param="top_logprobs")
     _check_logprobs("top_logprobs", body.top_logprobs, max_logprobs)

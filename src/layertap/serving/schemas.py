@@ -4,7 +4,7 @@ Types are strict (`"16"` is no number) and unknown fields are refused, since a f
 Fields that have no effect on what is generated (`user`, `metadata`, ...) are taken and ignored.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -101,7 +101,7 @@ class ChatBody(_Sampling):
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=1024)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     # vLLM's
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMappi
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
 
@@ -28,7 +28,10 @@ from layertap.serving.files_app import build_files_app
 from layertap.serving.identity import ApiKeys, Caller, new_id
 from layertap.serving.reaper import Reaper
 from layertap.serving.sse import EventSplitter
-from layertap.writing.room import StoreRoom
+from layertap.writing.room import Reservation, StoreRoom
+
+if TYPE_CHECKING:
+    from layertap.serving.vllm_room import RequestSizes
 
 logger = logging.getLogger(__name__)
 
@@ -86,11 +89,19 @@ class _Admitted:
     body: bytes
     handles: list[dict[str, Any]]
     tag: Path | None = None
+    room: Reservation | None = None
+
+    def end(self) -> None:
+        """The answer is there, or will not come. What was set aside counts as used until the files are counted anew."""
+        if self.room is not None:
+            self.room.settle(self.room.num_bytes)
 
     def withdraw(self) -> None:
         """vLLM refused it: its tag is free again."""
         if self.tag is not None:
             self.tag.unlink(missing_ok=True)
+        if self.room is not None:
+            self.room.settle(0)
 
 
 class _Places:
@@ -138,6 +149,7 @@ class HiddenStatesMiddleware:
         self._reaper = Reaper(self._options, self._room)
         self._reaper.start()
         self._places = _Places()
+        self._sizes: RequestSizes | None = None
         self._files = build_files_app(self._options, self._places, allow_delete=self._config.allow_delete)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -159,7 +171,7 @@ class HiddenStatesMiddleware:
                 return
             assert kind is not None
             raw = await self._body(receive)
-            admitted = self._admit(raw, kind, caller, Headers(scope=scope))
+            admitted = self._admit(raw, kind, caller, scope)
         except ApiError as exc:
             await exc.response()(scope, receive, send)
             return
@@ -167,7 +179,10 @@ class HiddenStatesMiddleware:
             await self._app(scope, _replay(raw, receive), send)
             return
         scope = {**scope, "headers": _with_id(scope["headers"], admitted, kind)}
-        await self._app(scope, _replay(admitted.body, receive), _AddHandles(send, admitted, self._handles))
+        try:
+            await self._app(scope, _replay(admitted.body, receive), _AddHandles(send, admitted, self._handles))
+        finally:
+            admitted.end()
 
     async def _body(self, receive: Receive) -> bytes:
         parts: list[bytes] = []
@@ -185,7 +200,7 @@ class HiddenStatesMiddleware:
             if not message.get("more_body"):
                 return b"".join(parts)
 
-    def _admit(self, raw: bytes, kind: str, caller: Caller, headers: Headers) -> _Admitted | None:
+    def _admit(self, raw: bytes, kind: str, caller: Caller, scope: Scope) -> _Admitted | None:
         """Check and place a request; None where vLLM may say what is wrong with it."""
         try:
             body = json.loads(raw)
@@ -204,7 +219,8 @@ class HiddenStatesMiddleware:
             options = RequestOptions.parse(own, foreign_keys_allowed=self._config.shared)
             wanted = self._options.capture_by_default if options.capture is None else options.capture
             client_id = body.pop("request_id", None)
-            name = new_id(kind, caller, client_id if isinstance(client_id, str) else headers.get("x-request-id"))
+            header_id = Headers(scope=scope).get("x-request-id")
+            name = new_id(kind, caller, client_id if isinstance(client_id, str) else header_id)
             if wanted and body.get("use_beam_search"):
                 if given is not None:
                     raise ApiError(
@@ -216,10 +232,22 @@ class HiddenStatesMiddleware:
                 wanted = False
             if not wanted:
                 return _Admitted(name, json.dumps(body).encode(), [])
-            self._room.reserve(self._room.folder / name, 0).settle(0)
-            return self._place(body, own, options, name, (num_prompts, num_choices), caller)
+            most = self._sizes_of(scope).most_bytes(body, options, num_prompts, num_choices)
+            room = self._room.reserve(target_path(self._options, name, options.hidden_states_path), most)
+            try:
+                return self._place(body, own, options, name, (num_prompts, num_choices), caller, room)
+            except BaseException:
+                room.settle(0)
+                raise
         except (LayertapError, ValueError, OSError) as exc:
             raise from_exception(exc, path_is_the_clients="hidden_states_path" in own) from exc
+
+    def _sizes_of(self, scope: Scope) -> "RequestSizes":
+        if self._sizes is None:  # vLLM has its configuration only once it has started
+            from layertap.serving.vllm_room import RequestSizes
+
+            self._sizes = RequestSizes(scope["app"].state.vllm_config)
+        return self._sizes
 
     def _place(
         self,
@@ -229,6 +257,7 @@ class HiddenStatesMiddleware:
         name: str,
         counts: tuple[int, int],
         caller: Caller,
+        room: Reservation,
     ) -> _Admitted:
         base = target_path(self._options, name, options.hidden_states_path)
         handles: list[dict[str, Any]] = []
@@ -247,7 +276,7 @@ class HiddenStatesMiddleware:
         told = {key: value for key, value in own.items() if key != "tag"}
         told |= {"hidden_states_path": str(base), ID_KEY: name, PROMPTS_KEY: counts[0]}
         Path(base).parent.mkdir(parents=True, exist_ok=True)
-        return _Admitted(name, json.dumps({**body, "kv_transfer_params": told}).encode(), handles, tag)
+        return _Admitted(name, json.dumps({**body, "kv_transfer_params": told}).encode(), handles, tag, room)
 
 
 def _counts(body: Mapping[str, Any]) -> tuple[int | None, int | None]:
