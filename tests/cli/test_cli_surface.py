@@ -52,6 +52,7 @@ SURFACE = {
         "--shard",
         "--shard-seconds",
         "--shard-size",
+        "--share-prefixes",
         "--temperature",
         "--template-date",
         "--text-unit",

@@ -68,6 +68,14 @@ def extract(
             rich_help_panel=_RUN,
         ),
     ] = "all",
+    share_prefixes: Annotated[
+        bool,
+        typer.Option(
+            "--share-prefixes",
+            help="Samples that are the beginning of another one nearby are computed and stored once.",
+            rich_help_panel=_RUN,
+        ),
+    ] = False,
     shard_size: Annotated[str, typer.Option(help="A shard is closed at this size.", rich_help_panel=_RUN)] = "2GiB",
     shard_seconds: Annotated[
         float, typer.Option(help="A shard is closed after this time; the most that a kill costs.", rich_help_panel=_RUN)
@@ -209,6 +217,7 @@ def extract(
             positions=positions,
             regenerate=_answers(regenerate, temperature, top_p, top_k, max_tokens, seed),
             template_date=None if template_date is None else template_date.date(),
+            share_prefixes=share_prefixes,
             check_rows=resume_check == "rows",
             shards=ShardOptions(shard_bytes=parse_bytes(shard_size), shard_seconds=shard_seconds, fsync=fsync),
         )

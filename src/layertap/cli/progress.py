@@ -157,5 +157,10 @@ def summary(report: "RunReport") -> str:
     ]
     if report.num_skipped:
         lines.append(f"{plural(report.num_skipped, 'sample')} had been done before, by checksum")
+    if report.num_shared:
+        lines.append(
+            f"{plural(report.num_shared, 'sample')} ({plural(report.num_shared_tokens, 'token')}) are the beginning of another "
+            "one: computed and stored once"
+        )
     lines += [f"damaged, set aside and computed again: {message}" for message in report.damaged]
     return "\n".join(lines)

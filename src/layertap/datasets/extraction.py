@@ -8,24 +8,20 @@ Running it again continues: finished samples are verified by their checksums and
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
-from itertools import islice
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from layertap import __version__
 from layertap.capture.layers import LayersLike, resolve_layers
 from layertap.capture.request import SAVE_DTYPES, slot_bytes
 from layertap.datasets.fingerprint import model_fingerprint, template_hash, tokenizer_hash
-from layertap.datasets.index import Spans
-from layertap.datasets.inputs import BrokenRecord, InputFile, InputRecord, Record
+from layertap.datasets.inputs import InputFile, Record
 from layertap.datasets.lookup import write_cache
 from layertap.datasets.manifest import LAYOUTS, Layout, Manifest, RowIdentity, read_manifest
-from layertap.datasets.regenerating import BATCH, Answering, RegenerateOptions
+from layertap.datasets.regenerating import RegenerateOptions
 from layertap.datasets.resume import (
     Done,
     Prepared,
@@ -34,13 +30,13 @@ from layertap.datasets.resume import (
     prepare_folder,
     refuse_changed_input,
 )
-from layertap.datasets.tokenizing import Kept, RecordTokenizer, trained_rows
+from layertap.datasets.running import run_records
+from layertap.datasets.sharing import refuse_unless_causal
+from layertap.datasets.tokenizing import Kept
 from layertap.datasets.verify import PartReport
-from layertap.datasets.writer import DatasetWriter, Sample, ShardOptions
-from layertap.errors import ExtractionError, HiddenStatesError, LayertapError, OptionError
+from layertap.datasets.writer import DatasetWriter, ShardOptions
+from layertap.errors import HiddenStatesError, OptionError
 from layertap.llm import LLM
-from layertap.outputs import Extracted
-from layertap.prompts import Prompt
 
 _MOST_FAILURES_KEPT = 1000
 
@@ -64,6 +60,8 @@ class RunOptions:
     template_date: date | None = None
     """What chat templates that print today's date get; default the date of the set's first run."""
     shards: ShardOptions = field(default_factory=ShardOptions)
+    share_prefixes: bool = False
+    """Compute and store the rows of samples that are the beginning of another one nearby only once."""
     check_rows: bool = True
     """Check all rows of finished samples before going on; otherwise only index, headers and sizes."""
 
@@ -79,6 +77,20 @@ class RunOptions:
         if self.regenerate is not None and self.add_generation_prompt:
             raise OptionError(
                 "add_generation_prompt: with regenerate every chat ends with an answer, not with a header"
+            )
+        if self.share_prefixes:
+            self._check_sharing()
+
+    def _check_sharing(self) -> None:
+        if self.layout != "shards":
+            raise OptionError("share_prefixes: layout 'files' gives each sample a file of its own; take 'shards'")
+        if self.positions != "all":
+            raise OptionError(
+                "share_prefixes: with positions 'trained' a beginning doesn't have the first rows of the whole"
+            )
+        if self.regenerate is not None:
+            raise OptionError(
+                "share_prefixes: answers that are made in the run can't be compared before; leave regenerate out"
             )
 
 
@@ -102,6 +114,9 @@ class RunReport:
     """What was found damaged, set aside and computed again."""
     stopped: bool = False
     """The run was asked to stop before the end of the input."""
+    num_shared: int = 0
+    """Samples that lie in the rows of another one (`share_prefixes`)."""
+    num_shared_tokens: int = 0
     seconds: float = 0.0
 
     def note_failure(self, where: str, reason: str) -> None:
@@ -154,6 +169,8 @@ def extract_dataset(
         prepared = prepare_folder(folder, manifest, check_rows=options.check_rows, on_part=on_checked)
         report.damaged = prepared.damaged
         refuse_changed_input(source, prepared.done)
+        if options.share_prefixes:
+            refuse_unless_causal(llm, manifest.rows.layers)
         if on_start is not None:
             on_start(report)
         try:
@@ -211,6 +228,7 @@ def make_manifest(llm: LLM, source: InputFile, options: RunOptions) -> Manifest:
             "positions": options.positions,
             "regenerate": options.regenerate and options.regenerate.identity(info.generation_defaults),
             "template_date": _template_date(tokenizer, options),
+            "share_prefixes": options.share_prefixes or None,  # sets that were made before the option have no entry
             "input_format": source.format,
             "field": source.field,
             "shard": None if source.share[1] == 1 else f"{source.share[0]}/{source.share[1]}",
@@ -231,12 +249,6 @@ def _template_date(tokenizer: Any, options: RunOptions) -> str | None:
     if "strftime_now" not in str(getattr(tokenizer, "chat_template", None)):
         return None
     return (options.template_date or date.today()).isoformat()
-
-
-def template_kwargs(manifest: Manifest) -> dict[str, Any]:
-    """What the chat template is given beside the chat: a clock that stands still, so that no day has other tokens."""
-    known = manifest.rows.options.get("template_date")
-    return {} if known is None else {"strftime_now": datetime.fromisoformat(known).strftime}
 
 
 def _run(
@@ -261,161 +273,3 @@ def counted(source: InputFile, done: Done, report: RunReport) -> Iterator[Record
         seen = record.index + 1
         yield record
     report.num_skipped = len(done)
-
-
-def run_records(
-    llm: LLM,
-    records: Iterable[Record],
-    options: RunOptions,
-    manifest: Manifest,
-    writer: DatasetWriter,
-    report: RunReport,
-    should_stop: Callable[[], bool],
-) -> None:
-    """Run records and write their samples; what fails is put on record.
-
-    Args:
-        llm: the model.
-        records: what is to be run.
-        options: of the run.
-        manifest: of the set.
-        writer: takes the samples.
-        report: is filled.
-        should_stop: asked before each prompt.
-    """
-    feed = _Feed(llm, records, options, manifest, report, writer, should_stop)
-    batches: Iterable[Iterable[Prompt]] = [feed] if options.regenerate is None else feed.answered(options.regenerate)
-    for batch in batches:
-        results = llm.extract(iter(batch), layers=manifest.rows.layers, save_dtype=options.save_dtype)
-        try:
-            with contextlib.closing(results):
-                for result in results:
-                    _add(writer, feed.running.pop(result.index), result, report, options.positions)
-        except ExtractionError as exc:
-            for number, reason in exc.failures:
-                feed.fail(feed.running.pop(number).record, reason)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Running:
-    """What is known of a prompt beside its rows."""
-
-    record: InputRecord
-    mask: Spans | None
-    prompt_tokens: int | None = None
-    finish_reason: str | None = None
-
-
-def _add(
-    writer: DatasetWriter,
-    running: _Running,
-    result: Extracted,
-    report: RunReport,
-    positions: str,
-) -> None:
-    record, mask = running.record, running.mask
-    kept = result.result
-    if kept.rows is None:
-        raise TypeError("rows that were to be kept in memory went to a file")
-    rows = kept.rows.reshape(len(kept.token_ids), -1)
-    token_ids = kept.token_ids
-    spans: Spans | None = None
-    if positions == "trained" and mask is not None:
-        spans, mask = trained_rows(mask)
-        chosen = np.concatenate([np.arange(start, end) for start, end in spans])
-        rows, token_ids = rows[chosen], token_ids[chosen]
-    writer.add(
-        Sample(
-            index=record.index,
-            source_hash=record.source_hash,
-            sample_id=record.sample_id,
-            rows=rows,
-            token_ids=token_ids,
-            prompt_tokens=kept.info.prompt_len if running.prompt_tokens is None else running.prompt_tokens,
-            finish_reason=running.finish_reason or kept.info.facts.get("finish_reason", "prefill"),
-            loss_mask=mask,
-            positions=spans,
-        )
-    )
-    report.num_samples += 1
-    report.num_tokens += len(token_ids)
-    report.num_bytes += rows.nbytes
-
-
-class _Feed:
-    """The prompts that are still to be run, tokenized one by one as the engine asks for them."""
-
-    def __init__(
-        self,
-        llm: LLM,
-        records: Iterable[Record],
-        options: RunOptions,
-        manifest: Manifest,
-        report: RunReport,
-        writer: DatasetWriter,
-        should_stop: Callable[[], bool],
-    ) -> None:
-        self.running: dict[int, _Running] = {}
-        """By the place in what the engine was given."""
-        self._llm = llm
-        self._records = records
-        self._loss_mask = options.loss_mask
-        self._report = report
-        self._writer = writer
-        self._should_stop = should_stop
-        self._tokenizer = RecordTokenizer(
-            llm.info,
-            llm.get_tokenizer(),
-            add_generation_prompt=options.add_generation_prompt or options.regenerate is not None,
-            loss_mask=options.loss_mask,
-            positions=options.positions,
-            template_kwargs=template_kwargs(manifest),
-        )
-
-    def __iter__(self) -> Iterator[Prompt]:
-        place = 0
-        for record in self._readable():
-            try:
-                prompt, mask = self._tokenizer.read(record)
-            except LayertapError as exc:
-                self.fail(record, f"{record.where}: {exc}")
-                continue
-            self.running[place] = _Running(record=record, mask=mask)
-            place += 1
-            yield prompt
-
-    def answered(self, options: RegenerateOptions) -> Iterator[list[Prompt]]:
-        """The records after the model has answered them, some at a time."""
-        answering = Answering(self._llm, options, self._tokenizer, loss_mask=self._loss_mask)
-        records = self._readable()
-        while batch := list(islice(records, BATCH)):
-            prompts: list[Prompt] = []
-            for done in answering.answer(batch):
-                if done.error is not None:
-                    self.fail(done.record, f"{done.record.where}: {done.error}")
-                    continue
-                self._report.num_unshown += done.num_unshown
-                self.running[len(prompts)] = _Running(
-                    record=done.record,
-                    mask=done.mask,
-                    prompt_tokens=done.prompt_tokens,
-                    finish_reason=done.finish_reason,
-                )
-                prompts.append(Prompt(token_ids=done.token_ids))
-            yield prompts
-
-    def _readable(self) -> Iterator[InputRecord]:
-        for record in self._records:
-            if self._should_stop():
-                self._report.stopped = True
-                return
-            if isinstance(record, BrokenRecord):
-                self.fail(record, str(record.error))
-            else:
-                yield record
-
-    def fail(self, record: Record, reason: str) -> None:
-        """Put a failed input on record."""
-        sample_id = record.sample_id if isinstance(record, InputRecord) else None
-        self._writer.add_failure(index=record.index, source_hash=record.source_hash, sample_id=sample_id, reason=reason)
-        self._report.note_failure(record.where, reason)

@@ -114,6 +114,17 @@ def read_part(path: Path, dataset_id: str, columns: Sequence[str] = tuple(SCHEMA
     return table
 
 
+def owners(entries: Sequence[SampleEntry]) -> list[int]:
+    """Say which lines have rows of their own. The others are beginnings of the sample before them, and lie in its rows."""
+    found: list[int] = []
+    last: tuple[str, int] | None = None
+    for number, entry in enumerate(entries):
+        if entry.file is not None and (entry.file, entry.row) != last:
+            found.append(number)
+            last = entry.file, entry.row
+    return found
+
+
 def part_paths(folder: Path) -> list[Path]:
     """List the parts of a set, in a fixed order."""
     return sorted(path for path in folder.glob(f"*/*{PART_SUFFIX}") if not path.name.startswith("."))

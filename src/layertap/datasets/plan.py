@@ -3,6 +3,7 @@
 Reads the configuration, the tokenizer and a sample of the input; no weights, unless a measurement is asked for.
 """
 
+import contextlib
 import itertools
 import random
 import shutil
@@ -18,6 +19,7 @@ from layertap.datasets.counting import estimate_records
 from layertap.datasets.extraction import RunOptions
 from layertap.datasets.inputs import InputFile, InputRecord, Record
 from layertap.datasets.rounding import RoundingError, rounding_errors
+from layertap.datasets.sharing import WINDOW, hosts_of
 from layertap.datasets.tokenizing import RecordTokenizer, trained_rows
 from layertap.engines.base import ModelInfo
 from layertap.errors import ModelError, PromptError
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from layertap.prompts import Prompt
 
 _READ_RECORDS = 200_000
+_SHARING_WINDOWS = 2
 # a token id, a digest in the header, and the sample's line of the index
 _TOKEN_BYTES = 8 + 10.7
 _INDEX_BYTES = 60
@@ -140,6 +143,15 @@ def make_plan(
         savings.append((f"--save-dtype {FP8}", disk(num_rows, len(layers), FP8)))
     if options.positions == "all" and estimate.trained_rows is not None:
         savings.append(("--positions trained", disk(estimate.trained_rows, len(layers), save_dtype)))
+    if options.positions == "all":
+        shared = _share_of_beginnings(source, reader)
+        if shared:
+            savings.append(
+                (
+                    f"--share-prefixes (and computes {shared:.0%} less)",
+                    disk(round(num_rows * (1 - shared)), len(layers), save_dtype),
+                )
+            )
     if len(layers) > 1:
         savings.append(("each layer less", disk(num_rows, len(layers) - 1, save_dtype)))
     speed: float | None = None
@@ -260,6 +272,21 @@ def _estimate_input(source: InputFile, reader: RecordTokenizer, sample: int) -> 
         ),
         prompts,
     )
+
+
+def _share_of_beginnings(source: InputFile, reader: RecordTokenizer) -> float:
+    """The share of tokens that `share_prefixes` would find in the first windows of the input: neighbours can't be drawn."""
+    tokens = shared = 0
+    records = itertools.islice(source, _SHARING_WINDOWS * WINDOW)
+    while window := list(itertools.islice(records, WINDOW)):
+        found: list[list[int]] = []
+        for record in window:
+            with contextlib.suppress(PromptError):
+                if isinstance(record, InputRecord):
+                    found.append(list(reader.read(record)[0].token_ids))
+        tokens += sum(map(len, found))
+        shared += sum(len(one) for one, host in zip(found, hosts_of(found), strict=True) if host is not None)
+    return shared / tokens if tokens else 0.0
 
 
 def _sampled(source: InputFile, sample: int) -> tuple[list[Record], int]:

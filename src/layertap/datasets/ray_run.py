@@ -347,6 +347,8 @@ class _Run:
             offers=[],
             num_samples=before.num_samples + len(offer.done),
             num_tokens=before.num_tokens + offer.num_tokens,
+            num_shared=before.num_shared + offer.num_shared,
+            num_shared_tokens=before.num_shared_tokens + offer.num_shared_tokens,
             num_failed=before.num_failed + len(failed),
         )
 
@@ -359,6 +361,8 @@ class _Run:
             self._gone,
             num_samples=self._gone.num_samples + actor.published.num_samples,
             num_tokens=self._gone.num_tokens + actor.published.num_tokens,
+            num_shared=self._gone.num_shared + actor.published.num_shared,
+            num_shared_tokens=self._gone.num_shared_tokens + actor.published.num_shared_tokens,
         )
         logger.warning(
             "actor %s (%s) died; its unpublished work is done again", actor.progress.name, actor.progress.where
@@ -375,12 +379,13 @@ class _Run:
         report = self._report
         for actor in self._actors:
             actor.progress.num_samples = actor.status.num_samples
-        report.num_samples = self._gone.num_samples + sum(actor.status.num_samples for actor in self._actors)
+        for name in ("num_samples", "num_tokens", "num_shared", "num_shared_tokens"):
+            live = sum(getattr(actor.status, name) for actor in self._actors)
+            setattr(report, name, getattr(self._gone, name) + live)
         # what died actors had not shown is known to nobody
         report.num_unshown = sum(actor.status.num_unshown for actor in self._actors)
-        report.num_tokens = self._gone.num_tokens + sum(actor.status.num_tokens for actor in self._actors)
         if self._manifest is not None:
-            report.num_bytes = report.num_tokens * file_info(self._manifest).row_bytes
+            report.num_bytes = (report.num_tokens - report.num_shared_tokens) * file_info(self._manifest).row_bytes
 
 
 def _with_groups(ray: Any) -> type:

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from layertap.datasets.extraction import RunOptions, RunReport, make_manifest, run_records
-from layertap.datasets.index import SampleEntry
+from layertap.datasets.extraction import RunOptions, RunReport, make_manifest
+from layertap.datasets.index import SampleEntry, owners
 from layertap.datasets.inputs import InputFile, Record
 from layertap.datasets.manifest import Manifest
+from layertap.datasets.running import run_records
+from layertap.datasets.sharing import refuse_unless_causal
 from layertap.datasets.writer import DatasetWriter
 from layertap.llm import LLM
 
@@ -31,6 +33,8 @@ class Offer:
     failed: tuple[tuple[int, str], ...]
     """The inputs that failed, with the reason."""
     num_tokens: int
+    num_shared: int
+    num_shared_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,8 @@ class Status:
     num_samples: int = 0
     num_tokens: int = 0
     num_failed: int = 0
+    num_shared: int = 0
+    num_shared_tokens: int = 0
     num_unshown: int = 0
     """As in `RunReport`."""
 
@@ -88,8 +94,11 @@ class ExtractionWorker:
         """
         self._llm = LLM(self._model, layers=self._options.layers, **self._engine_options)
         info = self._llm.info
+        manifest = make_manifest(self._llm, self._source, self._options)
+        if self._options.share_prefixes:
+            refuse_unless_causal(self._llm, manifest.rows.layers)
         return Hello(
-            manifest=make_manifest(self._llm, self._source, self._options),
+            manifest=manifest,
             node=socket.gethostname(),
             pid=os.getpid(),
             engine=f"{info.num_layers} blocks of {info.hidden_size}, {info.dtype} on {info.device}; "
@@ -132,6 +141,8 @@ class ExtractionWorker:
             num_samples=report.num_samples,
             num_tokens=report.num_tokens,
             num_failed=report.num_failed,
+            num_shared=report.num_shared,
+            num_shared_tokens=report.num_shared_tokens,
             num_unshown=report.num_unshown,
         )
 
@@ -140,12 +151,16 @@ class ExtractionWorker:
         self._stopped = True
 
     def _offer(self, temporary: Path, path: Path, entries: list[SampleEntry]) -> None:
+        own = set(owners(entries))
+        shared = [entry.tokens for number, entry in enumerate(entries) if entry.error is None and number not in own]
         offer = Offer(
             temporary=temporary,
             path=path,
             done=tuple(entry.index for entry in entries if entry.error is None),
             failed=tuple((entry.index, entry.error) for entry in entries if entry.error is not None),
             num_tokens=sum(entry.tokens for entry in entries),
+            num_shared=len(shared),
+            num_shared_tokens=sum(shared),
         )
         with self._lock:
             self._offers.append(offer)

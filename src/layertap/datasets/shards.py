@@ -95,6 +95,10 @@ class ShardWriter:
         self._samples.append((first, token_ids, digests))
         return Placed(first, len(token_ids), sample_checksum(digests))
 
+    def checksum_of_beginning(self, num_rows: int) -> str:
+        """Return the checksum of the first rows of the last sample."""
+        return sample_checksum(self._samples[-1][2][:num_rows])
+
     def drop_last(self) -> None:
         """Take the last sample back and give its space free."""
         self._samples.pop()

@@ -16,7 +16,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from layertap.datasets.index import PART_SUFFIX, SampleEntry, Spans, encode_part
+from layertap.datasets.index import PART_SUFFIX, SampleEntry, Spans, encode_part, owners
 from layertap.datasets.manifest import Manifest
 from layertap.datasets.shards import ShardWriter
 from layertap.errors import OptionError, StoreFullError
@@ -148,8 +148,13 @@ class DatasetWriter:
                 raise
             exc.add_note(f"closing the last shard failed, too: {closing_error}")
 
-    def add(self, sample: Sample) -> None:
+    def add(self, sample: Sample, beginnings: Sequence[Sample] = ()) -> None:
         """Write a sample. Blocks while two shards are being closed.
+
+        Args:
+            sample: the sample.
+            beginnings: other samples whose rows are the first ones of its; only their lines of the index are written. Layout
+                "shards" only.
 
         Raises:
             StoreFullError: the disk is full; what was complete has been (or will be, by `close`) published.
@@ -157,7 +162,7 @@ class DatasetWriter:
         """
         try:
             if self._manifest.layout == "shards":
-                self._add_to_shard(sample)
+                self._add_to_shard(sample, beginnings)
             else:
                 self._add_as_file(sample)
         except OSError as exc:
@@ -195,7 +200,7 @@ class DatasetWriter:
         finally:
             self._closer.shutdown(wait=True)
 
-    def _add_to_shard(self, sample: Sample) -> None:
+    def _add_to_shard(self, sample: Sample, beginnings: Sequence[Sample]) -> None:
         num_rows = len(sample.token_ids)
         part = self._part
         if part is not None and part.shard is not None and part.shard.num_rows + num_rows > part.shard.max_rows:
@@ -209,6 +214,9 @@ class DatasetWriter:
             part.shard = ShardWriter(target, self._info, max_rows=max_rows, fsync=self._options.fsync)
         placed = part.shard.append(sample.rows, sample.token_ids)
         part.entries.append(self._entry(sample, part.shard.path, placed.row, placed.checksum))
+        for one in beginnings:
+            checksum = part.shard.checksum_of_beginning(len(one.token_ids))
+            part.entries.append(self._entry(one, part.shard.path, placed.row, checksum))
         if part.shard.num_bytes >= self._options.shard_bytes or self._is_old(part):
             self._rotate()
 
@@ -276,7 +284,7 @@ class DatasetWriter:
         dropped = 0
         temporary = temporary_path(part.path)
         # an interrupt may have come between a sample's rows and its line
-        while part.shard is not None and part.shard.num_samples > sum(entry.file is not None for entry in part.entries):
+        while part.shard is not None and part.shard.num_samples > len(owners(part.entries)):
             part.shard.drop_last()
         try:
             while True:
@@ -289,9 +297,10 @@ class DatasetWriter:
                     break
                 except OSError as exc:
                     temporary.unlink(missing_ok=True)
-                    if exc.errno not in _FULL or not self._drop_last(part):
+                    dropped_now = self._drop_last(part) if exc.errno in _FULL else 0
+                    if not dropped_now:
                         raise _said(exc, self._folder) from exc
-                    dropped += 1
+                    dropped += dropped_now
             if part.entries and self._offer is not None:
                 offered = temporary_path(part.path)
                 temporary.replace(offered)
@@ -313,17 +322,18 @@ class DatasetWriter:
             )
             raise _said(full, self._folder)
 
-    def _drop_last(self, part: _Part) -> bool:
-        """Take the last sample of a part back, to free its space; false if there is none."""
-        done = [number for number, entry in enumerate(part.entries) if entry.file is not None]
-        if not done:
-            return False
-        last = part.entries.pop(done[-1])
+    def _drop_last(self, part: _Part) -> int:
+        """Take the last sample of a part back, and its beginnings, to free their space; says how many were."""
+        own = owners(part.entries)
+        if not own:
+            return 0
+        last, before = part.entries[own[-1]], len(part.entries)
+        part.entries[own[-1] :] = [entry for entry in part.entries[own[-1] :] if entry.file is None]
         if part.shard is not None:
             part.shard.drop_last()
         elif last.file is not None:
             (self._folder / last.file).unlink()
-        return True
+        return before - len(part.entries)
 
 
 def file_info(manifest: Manifest) -> FileInfo:
