@@ -49,11 +49,11 @@ def verify(
 
 
 def _check_file(path: Path) -> bool:
-    from layertap.files.read import read_file
+    from layertap.files.read import verify_file
 
-    loaded = read_file(path, timeout=0)
+    info = verify_file(path, timeout=0)
     size = path.stat().st_size
-    typer.echo(f"{path}: {loaded.info.num_rows:,} rows of {len(loaded.info.layers)} layers, {bytes_text(size)}: good")
+    typer.echo(f"{path}: {info.num_rows:,} rows of {len(info.layers)} layers, {bytes_text(size)}: good")
     return True
 
 

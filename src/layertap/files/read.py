@@ -87,10 +87,9 @@ def verify_file(path: str | os.PathLike[str], *, timeout: float = DEFAULT_TIMEOU
         end = begin + info.num_rows * info.row_bytes
         token_ids = _read_token_ids(fd, end, info.num_rows, str(target))
         if info.num_rows:
-            with mmap.mmap(fd, end, prot=mmap.PROT_READ) as mapped:
-                rows = np.frombuffer(mapped, np.uint8, end - begin, begin).reshape(info.num_rows, info.row_bytes)
-                check_rows(header, rows, token_ids, str(target))
-                del rows  # the map can't be closed while it is looked at
+            mapped = mmap.mmap(fd, end, prot=mmap.PROT_READ)  # goes away with the last array that looks at it
+            rows = np.frombuffer(mapped, np.uint8, end - begin, begin).reshape(info.num_rows, info.row_bytes)
+            check_rows(header, rows, token_ids, str(target))
         return info
     finally:
         os.close(fd)
