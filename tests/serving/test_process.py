@@ -5,12 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+from serve_process import serving
 from typer.testing import CliRunner
 
 from layertap import load_hidden_states
@@ -25,39 +24,6 @@ DOCUMENTED = {
     },
     "kv_transfer_config": {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"},
 }
-
-
-@contextmanager
-def serving(*arguments):
-    """A `layertap serve` that answers; yields its address, process and log."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", "from layertap.cli import main; main()", "serve", *arguments, "--port", "0"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    log, ready = [], threading.Event()
-
-    def read():
-        for line in process.stderr:
-            log.append(line)
-            if " serving " in line:
-                ready.set()
-        ready.set()
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    try:
-        assert ready.wait(300)
-        found = [line for line in log if " serving " in line]
-        assert found, "".join(log)
-        yield found[0].split()[-1], process, log
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(120)
-            except subprocess.TimeoutExpired:
-                process.kill()
-        reader.join()
-        process.stderr.close()
 
 
 @pytest.fixture(scope="module")

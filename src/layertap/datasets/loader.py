@@ -89,7 +89,7 @@ class HiddenStatesStream(IterableDataset[DatasetItem]):
         self.data = _opened(source, verify)
         if (rank is None) != (num_ranks is None):
             raise OptionError("rank and num_ranks: give both or none")
-        self.rank, self.num_ranks = _rank() if rank is None or num_ranks is None else (rank, num_ranks)
+        self.rank, self.num_ranks = current_rank() if rank is None or num_ranks is None else (rank, num_ranks)
         if not 0 <= self.rank < self.num_ranks:
             raise OptionError(f"rank: {self.rank} is not one of {self.num_ranks} ranks")
         for name, value in (("window_shards", window_shards), ("batch_size", batch_size)):
@@ -213,7 +213,8 @@ def _opened(source: str | Path | Dataset, verify: bool) -> Dataset:
     return open_dataset(source, verify=verify)
 
 
-def _rank() -> tuple[int, int]:
+def current_rank() -> tuple[int, int]:
+    """Rank of this process and number of ranks, by torch.distributed, or (0, 1)."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return 0, 1
