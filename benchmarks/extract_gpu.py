@@ -88,12 +88,13 @@ class Readers:
         return sum(sizes)
 
 
-def run(llm: layertap.LLM, work: list[list[int]], layers, store: Path | None, readers: Readers | None = None) -> dict:
+def run(llm: layertap.LLM, work: list[list[int]], layers, store: Path | None, readers: Readers | None = None,
+        save_dtype: str | None = None) -> dict:  # fmt: skip
     """One run; seconds until the last file is verified (or, without a store, until the last rows are in memory)."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     num_bytes = 0
-    for sample in llm.extract(work, layers=layers, storage=store):
+    for sample in llm.extract(work, layers=layers, storage=store, save_dtype=save_dtype):
         if readers is not None:
             readers.put(sample.path, len(work[sample.index]))
         else:
@@ -169,6 +170,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("/dev/shm/layertap-bench-model"))
     parser.add_argument("--store", type=Path, default=Path("/dev/shm/layertap-bench"))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--save-dtype", help="run with files in this dtype, too, such as fp8_e4m3")
     parser.add_argument("--skip-check", action="store_true")
     arguments = parser.parse_args()
     wanted = arguments.only.split(",")
@@ -204,6 +206,10 @@ def main() -> None:
         run(llm, work, layers, arguments.store, readers)
         filed = [run(llm, work, layers, arguments.store, readers) for _ in range(arguments.repeats)]
         memory = [run(llm, work, layers, None) for _ in range(arguments.repeats)] if name != "all" else []
+        other = []
+        if arguments.save_dtype is not None:
+            run(llm, work, layers, arguments.store, readers, arguments.save_dtype)
+            other = [run(llm, work, layers, arguments.store, readers, arguments.save_dtype) for _ in filed]
         ceiling = gemm_rate(tokens, 16_384, depth)
         rate = statistics.median(result["tok_s"] for result in filed)
         results[name] = {
@@ -211,6 +217,8 @@ def main() -> None:
             "gemms_tok_s": ceiling,
             "files_tok_s": [round(result["tok_s"]) for result in filed],
             "published_tok_s": [round(result["tok_s_published"]) for result in filed],
+            "other_dtype_files_tok_s": [round(result["tok_s"]) for result in other],
+            "other_dtype_GB_s": [round(result["GB_s"], 2) for result in other],
             "memory_tok_s": [round(result["tok_s"]) for result in memory],
             "GB_s": round(statistics.median(result["GB_s"] for result in filed), 2),
             "of_gemms": round(rate / ceiling, 3),

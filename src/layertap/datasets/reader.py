@@ -192,8 +192,8 @@ class Dataset(Sequence[DatasetItem]):
             return self._with(selection=self._selection[position])
         import torch
 
-        raw, token_ids = self.raw(position)
         at = self._at(position)
+        raw, token_ids = self._raw(at)
         slots = raw.reshape(len(token_ids), len(self.layers), -1)
         values = to_tensors(slots, self.dtype, self._read_dtype)
         item = DatasetItem(
@@ -210,7 +210,9 @@ class Dataset(Sequence[DatasetItem]):
 
     def raw(self, position: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """Return the bytes [tokens, bytes of a row] and the token ids of a sample, without torch."""
-        at = self._at(position)
+        return self._raw(self._at(position))
+
+    def _raw(self, at: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         shard = self._shard(at)
         if self._verify:
             self._check(at, shard)
