@@ -41,7 +41,7 @@ class LockContent:
         if not self.holder or any(self.holder.get(key) != here[key] for key in ("host", "boot", "pids")):
             return False
         pid = self.holder.get("pid")
-        return not isinstance(pid, int) or _start_time(pid) != self.holder.get("start")
+        return not isinstance(pid, int) or start_time(pid) != self.holder.get("start")
 
 
 class WriterLock:
@@ -221,7 +221,7 @@ def _open_for_reading(lock_path: Path) -> int:
 def _identify(pid: int) -> dict[str, str | int]:
     return {
         "pid": pid,
-        "start": _start_time(pid),
+        "start": start_time(pid),
         "host": socket.gethostname(),
         "boot": _read("/proc/sys/kernel/random/boot_id"),
         "pids": _pid_namespace(),
@@ -235,7 +235,8 @@ def _pid_namespace() -> str:
         return ""
 
 
-def _start_time(pid: int) -> str:
+def start_time(pid: int) -> str:
+    """When a process started, in the kernel's ticks: with its pid it names a process for good. "" where there is none."""
     # field 22 of /proc/PID/stat, counted behind the command's name, which may hold spaces; a zombie counts as dead
     fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return "" if len(fields) < 20 or fields[0] in "ZX" else fields[19]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from layertap.errors import EngineError, HiddenStatesError, LayertapError
+from layertap.writing.kinds import kind_of
 from layertap.writing.recorder import Capture, describe
 from layertap.writing.sinks import Result
 
@@ -37,7 +37,7 @@ class Entry:
         num_rows, num_bytes: of the finished file.
         layers: ids, in the file's order.
         reason: why it failed.
-        kind: of the failure: "aborted", "disk", "rows", "engine".
+        kind: of the failure, see writing.kinds.
         fetched: it was delivered in whole over HTTP.
         url: where it is in object storage.
         done: resolved once it is ready or has failed.
@@ -160,14 +160,3 @@ class Book:
         """Captures on their way."""
         with self._lock:
             return self._running
-
-
-def kind_of(error: BaseException) -> str:
-    """A word for a failure, from a short list: a metric's label."""
-    if isinstance(error, EngineError):
-        return "aborted" if "abort" in str(error) else "engine"
-    if isinstance(error, OSError) or isinstance(error.__cause__, OSError):
-        return "disk"
-    if isinstance(error, LayertapError) and not isinstance(error, HiddenStatesError):
-        return "rows"
-    return "other"

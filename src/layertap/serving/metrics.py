@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from layertap.frontend import Frontend
 from layertap.serving.book import Book
+from layertap.writing.kinds import KINDS
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _ROUTES = (
@@ -113,7 +114,7 @@ class Metrics:
             files.add_metric([state], count)
         yield files
         failures = CounterMetricFamily("layertap_failures", "Captures that failed, by reason.", labels=["reason"])
-        for reason in ("aborted", "disk", "engine", "rows", "other"):
+        for reason in KINDS:
             failures.add_metric([reason], totals.failures.get(reason, 0))
         yield failures
         yield _gauge("layertap_bytes_in_flight", "Bytes of rows in memory, in no file yet.", budget.in_flight_bytes)

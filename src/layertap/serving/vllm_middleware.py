@@ -20,6 +20,7 @@ from starlette.datastructures import Headers
 from layertap.capture.options import StoreOptions
 from layertap.capture.request import RequestOptions
 from layertap.errors import LayertapError, TargetExistsError
+from layertap.files.claims import taken_by_another
 from layertap.files.paths import SUFFIX, target_path
 from layertap.files.tags import reserve_tag
 from layertap.serving.answers import Handles
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG_ENV = "LAYERTAP_VLLM_MIDDLEWARE"
 ID_KEY, PROMPTS_KEY, PRIVATE = "layertap_id", "layertap_prompts", "layertap_"
+ERROR_KEY = "hidden_states_error"
 _KINDS = {"/v1/completions": "cmpl", "/v1/chat/completions": "chatcmpl"}
 
 Scope = MutableMapping[str, Any]
@@ -83,6 +85,9 @@ class _Admitted:
         name: its id.
         body: as vLLM gets it.
         handles: per choice, in the order of the answer's indices; empty without capture.
+        tag: the tag's record.
+        replaces: where the client chose the path: whether an existing file is to be replaced. None with a path of our own, which
+            carries 64 random bits and is nobody else's.
     """
 
     name: str
@@ -90,11 +95,21 @@ class _Admitted:
     handles: list[dict[str, Any]]
     tag: Path | None = None
     room: Reservation | None = None
+    replaces: bool | None = None
 
     def end(self) -> None:
         """The answer is there, or will not come. What was set aside counts as used until the files are counted anew."""
         if self.room is not None:
             self.room.settle(self.room.num_bytes)
+
+    def answer(self, index: int) -> dict[str, Any]:
+        """The handle of a choice that ended, or why there is none: its path may have become another's since we looked."""
+        told = self.handles[index]
+        if self.replaces is None:
+            return told
+        path, name = Path(told["hidden_states_path"]), told["hidden_states_id"]
+        taken = taken_by_another(path, name, overwrite=self.replaces)
+        return told if taken is None else {ERROR_KEY: taken}
 
     def withdraw(self) -> None:
         """vLLM refused it: its tag is free again."""
@@ -268,6 +283,7 @@ class HiddenStatesMiddleware:
                 if not options.overwrite and os.path.lexists(path):
                     raise TargetExistsError(f"{path} exists already; `overwrite` would replace it")
                 handles.append({"hidden_states_path": str(path), "hidden_states_id": name + suffix})
+        replaces = None if options.hidden_states_path is None else options.overwrite
         tag: Path | None = None
         if options.tag is not None:
             tag = reserve_tag(self._options.shared_storage_path, options.tag, name, handles, owner=caller.owner)
@@ -276,7 +292,7 @@ class HiddenStatesMiddleware:
         told = {key: value for key, value in own.items() if key != "tag"}
         told |= {"hidden_states_path": str(base), ID_KEY: name, PROMPTS_KEY: counts[0]}
         Path(base).parent.mkdir(parents=True, exist_ok=True)
-        return _Admitted(name, json.dumps({**body, "kv_transfer_params": told}).encode(), handles, tag, room)
+        return _Admitted(name, json.dumps({**body, "kv_transfer_params": told}).encode(), handles, tag, room, replaces)
 
 
 def _counts(body: Mapping[str, Any]) -> tuple[int | None, int | None]:
@@ -319,7 +335,8 @@ class _AddHandles:
     def __init__(self, send: Send, admitted: _Admitted, sayer: Handles) -> None:
         self._send = send
         self._admitted = admitted
-        self._handles = [sayer.say(handle) for handle in admitted.handles]
+        self._num_handles = len(admitted.handles)
+        self._sayer = sayer
         self._start: Message | None = None
         self._streams = False
         self._passes = False
@@ -331,7 +348,7 @@ class _AddHandles:
             headers = Headers(raw=message["headers"])
             kind = headers.get("content-type", "")
             self._streams = kind.startswith("text/event-stream")
-            self._passes = not self._handles or message["status"] != 200 or not (self._streams or "json" in kind)
+            self._passes = not self._num_handles or message["status"] != 200 or not (self._streams or "json" in kind)
             if message["status"] != 200:
                 self._admitted.withdraw()
             if self._streams or self._passes:
@@ -356,21 +373,26 @@ class _AddHandles:
         chunk = json.loads(event[6:])
         changed = False
         for choice in chunk.get("choices", ()):
-            if choice.get("finish_reason") is not None and choice.get("index", 0) < len(self._handles):
-                choice["kv_transfer_params"] = self._handles[choice.get("index", 0)]
+            if choice.get("finish_reason") is not None and choice.get("index", 0) < self._num_handles:
+                choice["kv_transfer_params"] = self._handle(choice.get("index", 0))
                 if choice.get("index", 0) == 0:
-                    chunk["kv_transfer_params"] = self._handles[0]
+                    chunk["kv_transfer_params"] = choice["kv_transfer_params"]
                 changed = True
         return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n" if changed else event
+
+    def _handle(self, index: int) -> dict[str, Any]:
+        told = self._admitted.answer(index)
+        return told if ERROR_KEY in told else self._sayer.say(told)
 
     async def _whole(self) -> None:
         assert self._start is not None
         body = b"".join(self._parts)
         answer = json.loads(body)
         if isinstance(answer, dict) and isinstance(answer.get("choices"), list):
-            for choice, handle in zip(answer["choices"], self._handles, strict=False):
+            handles = [self._handle(index) for index in range(self._num_handles)]
+            for choice, handle in zip(answer["choices"], handles, strict=False):
                 choice["kv_transfer_params"] = handle
-            answer["kv_transfer_params"] = self._handles[0]
+            answer["kv_transfer_params"] = handles[0]
             body = json.dumps(answer, separators=(",", ":")).encode()
         headers = [(key, value) for key, value in self._start["headers"] if key.lower() != b"content-length"]
         headers.append((b"content-length", str(len(body)).encode()))

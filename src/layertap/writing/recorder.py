@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ from layertap.files.publish import PendingFile
 from layertap.files.reap import TTL_FACT
 from layertap.writing.budget import ByteBudget
 from layertap.writing.checks import RowChecks, SeenRows
+from layertap.writing.kinds import kind_of
 from layertap.writing.pool import Lane, WriterPool
 from layertap.writing.room import Reservation, StoreRoom
 from layertap.writing.sinks import FileSink, MemorySink, Result, Sink
@@ -34,13 +35,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Counts:
-    """What the recorder did, for metrics. Bytes are rows' bytes."""
+    """What the recorder did, for metrics. Bytes are rows' bytes; failures are by kind (writing.kinds)."""
 
     admitted: int = 0
     published: int = 0
-    failed: int = 0
+    failures: dict[str, int] = field(default_factory=dict)
     rows: int = 0
     num_bytes: int = 0
+
+    @property
+    def failed(self) -> int:
+        """Of all kinds."""
+        return sum(list(self.failures.values()))
 
 
 class Capture:
@@ -207,7 +213,7 @@ class Capture:
         try:
             self._sink.fail(reason)
             self._settle(0)
-            self._recorder.note_failed(reason)
+            self._recorder.note_failed(reason, kind_of(error))
         finally:  # whatever happens, nobody waits for ever
             self._give_up(error)
 
@@ -323,11 +329,11 @@ class Recorder:
             self.counts.rows += result.info.num_rows
             self.counts.num_bytes += result.info.num_rows * result.info.row_bytes
 
-    def note_failed(self, reason: str) -> None:
-        """Count a failed one."""
+    def note_failed(self, reason: str, kind: str) -> None:
+        """Count a failed one, by its kind."""
         logger.warning("hidden states of a request are lost: %s", reason)
         with self._lock:
-            self.counts.failed += 1
+            self.counts.failures[kind] = self.counts.failures.get(kind, 0) + 1
 
     def close(self) -> None:
         """Finish what was handed over, then end the threads. Captures that weren't ended stay for their engine to fail."""

@@ -9,6 +9,7 @@ import pytest
 _WITHOUT_VLLM = {
     "test_arena.py",
     "test_bank.py",
+    "test_remote.py",
     "test_ops.py",
     "test_rowmap.py",
     "test_orders.py",

@@ -87,9 +87,9 @@ def _patch_executor() -> None:
 
     @functools.wraps(original)
     def get_class(vllm_config: Any) -> Any:
-        from layertap.engines.vllm.configured import drop_extraction
+        from layertap.engines.vllm.configured import prepare
 
-        drop_extraction(vllm_config)
+        prepare(vllm_config)
         return original(vllm_config)
 
     Executor.get_class = staticmethod(get_class)

@@ -17,6 +17,7 @@ from layertap.assembly import Rows
 from layertap.engines.vllm.messages import Finish, Order
 from layertap.engines.vllm.unpack import GatherRoom, Running, Unpacker
 from layertap.files.publish import write_error
+from layertap.writing.kinds import kind_of
 from layertap.writing.recorder import Capture, Recorder, describe
 
 logger = logging.getLogger(__name__)
@@ -82,13 +83,20 @@ class Collector(Unpacker):
         """Another stage has sent all rows of a request."""
         self._queue(lambda: self._stage_done(request_id))
 
+    def stage_gone(self) -> None:
+        """Another stage has ended: what it hadn't said to be done, it will never be."""
+
+        def task() -> None:
+            for request_id in list(self._captures):
+                self._fail(request_id, "a pipeline stage of the engine ended before it had sent all rows")
+
+        self._queue(task)
+
     def emit(self, running: Running, rows: Rows) -> None:
         self._add(running.order.request_id, rows)
 
     def fail(self, running: Running, reason: str) -> None:
-        capture = self._capture(running.order.request_id)
-        if capture is not None:
-            capture.fail(reason)
+        self._fail(running.order.request_id, reason)
 
     def end(self, running: Running | None, finish: Finish) -> None:
         self._finishes[finish.request_id] = (running, finish)
@@ -96,6 +104,8 @@ class Collector(Unpacker):
 
     def close(self) -> None:
         super().close()
+        for request_id in list(self._captures):  # ended here, but another stage hasn't said so
+            self._fail(request_id, "the engine was closed before the request was finished")
         self._admissions.shutdown()
         self.recorder.close()
 
@@ -110,11 +120,11 @@ class Collector(Unpacker):
                 facts={name: value for name, value in (("tag", order.tag), ("lora", order.lora)) if value is not None},
             )
         except FileExistsError as exc:  # no error file: beside somebody else's file it would be taken for that one's
-            self.recorder.note_failed(f"request {order.public_id}: {describe(exc)}")
+            self.recorder.note_failed(f"request {order.public_id}: {describe(exc)}", kind_of(exc))
             raise
         except Exception as exc:
             reason = describe(exc)
-            self.recorder.note_failed(f"request {order.public_id}: {reason}")
+            self.recorder.note_failed(f"request {order.public_id}: {reason}", kind_of(exc))
             try:
                 write_error(path, reason, order.public_id)
             except OSError as second:
@@ -126,6 +136,11 @@ class Collector(Unpacker):
         if future is None or future.exception() is not None:
             return None
         return future.result()
+
+    def _fail(self, request_id: str, reason: str) -> None:
+        capture = self._capture(request_id)
+        if capture is not None:
+            capture.fail(reason)
 
     def _add(self, request_id: str, rows: Rows) -> None:
         capture = self._capture(request_id)

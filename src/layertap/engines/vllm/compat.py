@@ -68,8 +68,8 @@ def check_config(config: Any) -> None:
     parallel = config.parallel_config
     refused = {
         "kv_sharing_fast_prefill: its later layers see only some rows": config.cache_config.kv_sharing_fast_prefill,
-        "dual-batch overlap (enable_dbo): a block sees only a part of the batch": getattr(
-            parallel, "enable_dbo", False
+        "dual-batch overlap (enable_dbo, ubatch_size): a block sees only a part of the batch": getattr(
+            parallel, "use_ubatching", False
         ),
         "prefill context parallelism: a rank sees only a part of the tokens": getattr(
             parallel, "prefill_context_parallel_size", 1
@@ -81,6 +81,11 @@ def check_config(config: Any) -> None:
     for reason, found in refused.items():
         if found:
             raise EngineError(f"hidden states can't be taken with {reason}")
+
+
+def replica(config: Any) -> int:
+    """Which of the data-parallel replicas this is. (The rank says 0 in all of them where the model has no experts.)"""
+    return int(config.parallel_config.data_parallel_index)
 
 
 def num_layers(config: Any) -> int:

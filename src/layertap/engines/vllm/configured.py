@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_LAYERS = "eagle3"
 _MULTI = "MultiConnector"
 _EXTRACTION = "extract_hidden_states"
+_SHARED_KEY = "layertap_shared"
+"""Put into our own part of MultiConnector's configuration: the connector itself is only shown that part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,7 @@ def configured(config: Any) -> Configured | None:
     extra = extra_config(config.kv_transfer_config)
     if extra is None:
         return None
-    options = StoreOptions.parse(extra)
+    options = StoreOptions.parse({name: value for name, value in extra.items() if name != _SHARED_KEY})
     num_layers = compat.num_layers(config)
     wanted = options.layers
     if wanted is None:
@@ -75,8 +77,30 @@ def configured(config: Any) -> Configured | None:
         num_layers=num_layers,
         hidden_size=compat.hidden_size(config),
         dtype=options.save_dtype or compat.dtype_name(config.model_config.dtype),
-        shared=config.kv_transfer_config.kv_connector == _MULTI,
+        shared=config.kv_transfer_config.kv_connector == _MULTI or extra.get(_SHARED_KEY) is True,
     )
+
+
+def prepare(config: Any) -> None:
+    """Make vLLM's finished configuration ready for the engine's processes; called before they start."""
+    drop_extraction(config)
+    if getattr(config.kv_transfer_config, "kv_connector", None) == _MULTI:
+        own = _own_part(config.kv_transfer_config)
+        if own is not None:
+            own[_SHARED_KEY] = True
+
+
+def _own_part(kv_transfer_config: Any) -> dict[str, Any] | None:
+    """The connector's own options, to be written to."""
+    extra: dict[str, Any] = kv_transfer_config.kv_connector_extra_config
+    if kv_transfer_config.kv_connector == CONNECTOR:
+        return extra
+    for child in extra.get("connectors", ()):
+        if child.get("kv_connector") == CONNECTOR:
+            child["kv_connector_extra_config"] = dict(child.get("kv_connector_extra_config") or {})
+            found: dict[str, Any] = child["kv_connector_extra_config"]
+            return found
+    return None
 
 
 def drop_extraction(config: Any) -> None:
@@ -85,8 +109,8 @@ def drop_extraction(config: Any) -> None:
     if extra is None or getattr(config.speculative_config, "method", None) != _EXTRACTION:
         return
     ids = layers_of_extraction(config.speculative_config)
-    own = config.kv_transfer_config.kv_connector_extra_config
-    if config.kv_transfer_config.kv_connector == CONNECTOR and ids is not None and "layers" not in own:
+    own = _own_part(config.kv_transfer_config)
+    if own is not None and ids is not None and "layers" not in own:
         own["layers"] = list(ids)
     config.speculative_config = None
     logger.warning(

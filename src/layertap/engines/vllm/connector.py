@@ -9,6 +9,7 @@ Importing this module activates layertap in this process: vLLM imports it when, 
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -23,9 +24,10 @@ from layertap.engines.vllm import activate, compat, worker
 from layertap.engines.vllm.configured import configured
 from layertap.engines.vllm.messages import Finish, News, Order
 from layertap.engines.vllm.metrics import HiddenStatesProm, HiddenStatesStats, Reporter
-from layertap.engines.vllm.orders import CHOICES_KEY, Asked, OrderDesk, handle
+from layertap.engines.vllm.orders import CHOICES_KEY, ERROR_KEY, Asked, OrderDesk, handle
 from layertap.engines.vllm.stops import StopFinder
 from layertap.errors import EngineError
+from layertap.files.claims import taken_by_another
 from layertap.files.publish import write_error
 from layertap.writing.recorder import describe
 
@@ -137,7 +139,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
     def _finish(self, request: Any) -> dict[str, Any] | None:
         refused = self._refused.pop(request.request_id, None)
         if refused is not None:
-            return {"hidden_states_error": refused}
+            return {ERROR_KEY: refused}
         order = self._orders.pop(request.request_id, None)
         if order is None:
             return None
@@ -153,9 +155,18 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
             failure = f"the engine ended the request with {reason!r}"
         if order.prefill and failure is None:
             tokens, reason = list(request.prompt_token_ids), "prefill"
+        taken = taken_by_another(Path(order.path), order.public_id, overwrite=order.overwrite)
         self._tell(
-            Finish(request_id=request.request_id, token_ids=tuple(tokens), finish_reason=reason, failure=failure)
+            Finish(
+                request_id=request.request_id,
+                token_ids=tuple(tokens),
+                finish_reason=reason,
+                failure=taken or failure,
+            )
         )
+        if taken is not None:
+            logger.warning("layertap: request %s has no hidden states: %s", order.public_id, taken)
+            return {ERROR_KEY: taken}
         return handle(order)
 
     def _tell(self, item: Order | Finish) -> None:

@@ -19,11 +19,12 @@ from layertap.capture.options import StoreOptions
 from layertap.capture.request import RequestOptions
 from layertap.engines.base import ModelInfo
 from layertap.engines.vllm import compat
-from layertap.engines.vllm.orders import ID_KEY, PREFILL_KEY
+from layertap.engines.vllm.orders import ERROR_KEY, ID_KEY, PREFILL_KEY
 from layertap.engines.vllm.plugin import CONNECTOR
 from layertap.engines.vllm.prompts import MediaPrompt, VllmPromptReader, as_vllm_takes_it
 from layertap.engines.vllm.sampling import capture_options, for_each, with_capture_options
 from layertap.errors import EngineError, ExtractionError, LayertapError, OptionError, TargetExistsError
+from layertap.files.claims import taken_by_another
 from layertap.files.paths import SUFFIX, new_request_id, safe_name, target_path
 from layertap.files.read import read_file, read_header
 from layertap.files.tags import reserve_tag, tag_path
@@ -320,6 +321,7 @@ def model_info(config: Any) -> ModelInfo:
 
 
 def _output(plan: _Planned, prompt: Prompt, found: Any) -> RequestOutput:
+    handles = [_checked(handle, plan.params) for handle in plan.handles]
     choices = [
         CompletionOutput(
             index=choice.index,
@@ -329,7 +331,7 @@ def _output(plan: _Planned, prompt: Prompt, found: Any) -> RequestOutput:
             logprobs=_logprobs(choice.logprobs),
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
-            kv_transfer_params=plan.handles[choice.index],
+            kv_transfer_params=handles[choice.index],
         )
         for choice in found.outputs
     ]
@@ -341,8 +343,17 @@ def _output(plan: _Planned, prompt: Prompt, found: Any) -> RequestOutput:
         outputs=choices,
         finished=found.finished,
         num_cached_tokens=found.num_cached_tokens,
-        kv_transfer_params=plan.handles[0],
+        kv_transfer_params=handles[0],
     )
+
+
+def _checked(told: dict[str, Any] | None, params: Any) -> dict[str, Any] | None:
+    """A handle, or why the file at its path is another's: it came into being between our check and the reservation."""
+    if told is None:
+        return None
+    overwrite = params.extra_args["kv_transfer_params"].get("overwrite") is True
+    taken = taken_by_another(Path(told["hidden_states_path"]), told["hidden_states_id"], overwrite=overwrite)
+    return told if taken is None else {ERROR_KEY: taken}
 
 
 def _logprobs(entries: Any) -> Any:

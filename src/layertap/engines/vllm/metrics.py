@@ -1,4 +1,7 @@
-"""Numbers through vLLM's own `/metrics`: rows, bytes, files, failures, bytes in flight, seconds that the engine waited."""
+"""Numbers through vLLM's own `/metrics`: rows, bytes, files, failures by reason, bytes in flight, seconds that the engine waited.
+
+Reports are flat: `failures.disk` is the counter `failures` with the label `reason="disk"`.
+"""
 
 import contextlib
 from typing import Any
@@ -6,14 +9,18 @@ from typing import Any
 from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from layertap.writing.kinds import KINDS
+
 COUNTERS = {
     "rows": "Rows of hidden states in published files.",
     "bytes": "Bytes of rows in published files.",
     "files": "Files published.",
-    "failures": "Requests whose hidden states were lost; their error files say why.",
     "refused": "Requests with options that can't be honoured.",
     "device_bytes": "Bytes of rows copied from the device.",
     "waited_seconds": "Seconds in which rows waited for the byte budget: the disk is slower than the engine.",
+}
+FAILURES = {
+    "failures": "Requests whose hidden states were lost, by reason; their error files say why.",
 }
 GAUGES = {"in_flight_bytes": "Bytes of rows in memory that are in no file yet."}
 
@@ -59,9 +66,20 @@ class HiddenStatesProm(KVConnectorPromMetrics):  # type: ignore[misc]
             for make, kinds in ((self._counter_cls, COUNTERS), (self._gauge_cls, GAUGES))
             for name, text in kinds.items()
         }
-        _registered.extend(made.values())
+        failures = {
+            name: self._counter_cls(name=f"layertap:{name}", documentation=text, labelnames=[*labelnames, "reason"])
+            for name, text in FAILURES.items()
+        }
+        _registered.extend([*made.values(), *failures.values()])
         self._metrics = {
             engine: {name: metric.labels(*values) for name, metric in made.items()}
+            | {
+                f"{name}.{kind}": metric.labels(
+                    *values, kind
+                )  # all at 0 from the start: an alert needs the first one too
+                for name, metric in failures.items()
+                for kind in KINDS
+            }
             for engine, values in per_engine_labelvalues.items()
         }
 
@@ -70,7 +88,7 @@ class HiddenStatesProm(KVConnectorPromMetrics):  # type: ignore[misc]
         for name, value in transfer_stats_data.items():
             if name in GAUGES:
                 self._metrics[engine_idx][name].set(value)
-            elif name in COUNTERS:
+            elif _grows(name):
                 self._metrics[engine_idx][name].inc(value)
 
 
@@ -84,6 +102,11 @@ def _unregister_earlier() -> None:
             REGISTRY.unregister(_registered.pop())
 
 
+def _grows(name: str) -> bool:
+    kind = name.partition(".")
+    return name in COUNTERS or (kind[0] in FAILURES and kind[2] in KINDS)
+
+
 class Reporter:
     """Turns growing counts into reports of what changed."""
 
@@ -92,7 +115,7 @@ class Reporter:
 
     def report(self, counts: dict[str, float]) -> HiddenStatesStats | None:
         """A report, or None where nothing changed."""
-        changed = {name: value - self._last.get(name, 0) for name, value in counts.items() if name in COUNTERS}
+        changed = {name: value - self._last.get(name, 0) for name, value in counts.items() if _grows(name)}
         data = {name: value for name, value in changed.items() if value}
         data |= {name: counts[name] for name in GAUGES if name in counts and counts[name] != self._last.get(name, 0)}
         self._last = dict(counts)

@@ -29,6 +29,9 @@ PREFILL_KEY = "layertap_prefill"
 PROMPTS_KEY = "layertap_prompts"
 """Put there by our middleware: how many prompts the HTTP request has; one request per prompt reaches the engine."""
 
+ERROR_KEY = "hidden_states_error"
+"""In an answer, in place of a handle: why there is none."""
+
 _PLACE = re.compile(r".*-(\d+)-[0-9a-f]{8}|.*-(\d+)", re.DOTALL)  # vLLM's internal ids end in random digits
 _CHILD = re.compile(r"(\d+)_(.+)", re.DOTALL)
 

@@ -3,6 +3,7 @@
 What the engine's own thread does here is to put things into a queue.
 """
 
+import contextlib
 import logging
 import os
 import queue
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,13 +22,24 @@ import numpy as np
 from layertap.engines.vllm.messages import Finish, Order
 from layertap.engines.vllm.shared import SharedCells
 from layertap.engines.vllm.tap import Step
-from layertap.engines.vllm.writer import WriterSetup
+from layertap.engines.vllm.writer import FAILURES, WriterSetup
 from layertap.files.publish import write_error
 from layertap.writing.recorder import describe
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 120.0
+_collectors: "weakref.WeakSet[RemoteCollector]" = weakref.WeakSet()
+
+
+def _close_inherited() -> None:
+    """In a forked child: its copy of the connection would keep the writer from noticing that the engine is gone."""
+    for collector in list(_collectors):
+        collector.close_inherited()
+    _collectors.clear()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
 _DIED = "the writer process of the engine died"
 
 
@@ -37,7 +50,11 @@ class RemoteCollector:
         mine, theirs = socket.socketpair()
         self.pid: int | None = None
         self._launcher = subprocess.Popen(
-            [sys.executable, "-m", "layertap.engines.vllm.writer", str(theirs.fileno()), str(ring.fd)],
+            [
+                sys.executable,
+                *("-m", "layertap.engines.vllm.writer"),
+                *(str(theirs.fileno()), str(ring.fd), str(os.getpid())),
+            ],
             pass_fds=(theirs.fileno(), ring.fd),
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         )
@@ -54,16 +71,20 @@ class RemoteCollector:
         self._held: dict[int, Step] = {}
         self._next_key = 0
         self._counts: dict[str, float] = {}
+        self._num_lost = 0
         self._sender = threading.Thread(target=self._send_all, name="layertap-sender", daemon=True)
         self._receiver = threading.Thread(target=self._receive_all, name="layertap-receiver", daemon=True)
         self._sender.start()
         self._receiver.start()
+        _collectors.add(self)
 
     def order(self, order: Order) -> None:
         """Begin a capture."""
         with self._state:
             dead = self._dead
-            if not dead:
+            if dead:
+                self._num_lost += 1
+            else:
                 self._running[order.request_id] = order
                 self._num_ordered += 1
             ending = order.request_id in self._ending
@@ -98,9 +119,13 @@ class RemoteCollector:
         self._outbox.put(("lose", (list(request_ids), reason)))
 
     def counts(self) -> dict[str, float]:
-        """What the writer reported last."""
+        """What the writer reported last, and what was lost with it."""
         with self._state:
-            return dict(self._counts)
+            counts = dict(self._counts)
+            if self._num_lost:
+                counts[f"{FAILURES}.engine"] = counts.get(f"{FAILURES}.engine", 0) + self._num_lost
+                counts["in_flight_bytes"] = 0
+        return counts
 
     def close(self) -> None:
         """Let the writer publish what is finished and fail the rest. Idempotent."""
@@ -110,6 +135,11 @@ class RemoteCollector:
         self._receiver.join(_CLOSE_SECONDS)
         if self._receiver.is_alive():
             logger.warning("layertap: the writer process still writes; it ends by itself")
+
+    def close_inherited(self) -> None:
+        """In a forked child: close its copy of the connection."""
+        with contextlib.suppress(OSError):
+            self._connection.close()
 
     def _send_all(self) -> None:
         while (message := self._outbox.get()) is not None:
@@ -125,7 +155,7 @@ class RemoteCollector:
             except OSError as exc:
                 self._died(exc)
             except Exception:  # the thread serves every request
-                logger.exception("layertap: a step's rows could not be sent to the writer")
+                logger.exception("layertap: %s could not be sent to the writer", kind)
         # only this direction: the writer still has to say which room is free
         with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
             try:
@@ -134,15 +164,22 @@ class RemoteCollector:
                 logger.debug("layertap: the writer is gone: %s", exc)
 
     def _send_step(self, step: Step) -> None:
-        step.wait()
+        try:
+            step.wait()
+            chunks = [(c.request_id, c.first, c.stop, c.cell, c.num_layers, c.plan) for c in step.chunks]
+            facts = np.ascontiguousarray(step.positions_and_ids())
+        except Exception as exc:
+            step.release()
+            if not self._dead:
+                lost = [chunk.request_id for chunk in step.chunks]
+                self._send(("lose", (lost, f"the rows of a step could not be had: {describe(exc)}")))
+            raise
         with self._state:
             if self._dead:
                 step.release()
                 return
             key, self._next_key = self._next_key, self._next_key + 1
             self._held[key] = step
-        chunks = [(c.request_id, c.first, c.stop, c.cell, c.num_layers, c.plan) for c in step.chunks]
-        facts = np.ascontiguousarray(step.positions_and_ids())
         self._send(("step", (key, step.number, chunks, step.first_cell, step.first_cell + len(step.cells), facts)))
 
     def _send(self, message: Any) -> None:
@@ -162,6 +199,9 @@ class RemoteCollector:
                         self._num_admitted += 1
                         self._state.notify_all()
                         continue
+                    if kind == "counts":
+                        self._counts = content
+                        continue
                     key, self._counts = content
                     step = self._held.pop(key)
                 step.release()
@@ -175,6 +215,8 @@ class RemoteCollector:
             self._dead = True
             running, self._running = list(self._running.values()), {}
             held, self._held = list(self._held.values()), {}
+            if not self._closing:
+                self._num_lost += len(running)
             self._state.notify_all()
         for step in held:
             step.release()

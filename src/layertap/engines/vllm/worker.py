@@ -20,7 +20,7 @@ from layertap.engines.vllm.messages import Finish, Order
 from layertap.engines.vllm.remote import RemoteCollector
 from layertap.engines.vllm.residual import Rule, check_forms, decide, input_tap, probe
 from layertap.engines.vllm.rowmap import Want
-from layertap.engines.vllm.stages import StageReceiver, StageSender, connect_stages
+from layertap.engines.vllm.stages import Address, StageReceiver, StageSender, connect_stages
 from layertap.engines.vllm.tap import Entries, Tap
 from layertap.engines.vllm.unpack import GatherRoom, Unpacker, want_of
 from layertap.engines.vllm.writer import WriterSetup, counts_of
@@ -171,9 +171,9 @@ def _place_arena(tap: Tap, config: Any, device: torch.device) -> None:
 
 def _unpacker(config: Any, found: Configured, tap: Tap, pp: Any) -> Unpacker | RemoteCollector:
     dtype = config.model_config.dtype
-    address = connect_stages(pp) if pp.world_size > 1 else None
-    if address is not None and not pp.is_first_rank:
-        return StageSender(address, tap.taps, dtype)
+    listener = connect_stages(pp) if pp.world_size > 1 else None
+    if isinstance(listener, Address):
+        return StageSender(listener, tap.taps, dtype)
     model = config.model_config
     gather = GatherRoom(
         num_requests=2 * config.scheduler_config.max_num_seqs, limit_bytes=found.options.byte_budget() // 4
@@ -189,7 +189,7 @@ def _unpacker(config: Any, found: Configured, tap: Tap, pp: Any) -> Unpacker | R
             "revision": str(model.revision or ""),
             "quantization": str(model.quantization or ""),
             "residual": "single stream",
-            "replica": str(config.parallel_config.data_parallel_rank),
+            "replica": str(compat.replica(config)),
         },
         taps=tap.taps,
         dtype=compat.dtype_name(dtype),
@@ -197,12 +197,12 @@ def _unpacker(config: Any, found: Configured, tap: Tap, pp: Any) -> Unpacker | R
         cell_bytes=tap.cell_bytes,
         gather=gather,
     )
-    if address is None and _wants_process(tap):
+    if listener is None and _wants_process(tap):
         return RemoteCollector(setup, tap.cells)
     recorder = Recorder(setup.options, model=setup.model, num_layers=setup.num_layers, facts=setup.facts)
     collector = Collector(recorder, tap.taps, dtype, num_stages=pp.world_size, gather=gather)
-    if address is not None:
-        StageReceiver(address, collector, num_peers=pp.world_size - 1, limit_bytes=found.options.byte_budget())
+    if listener is not None:
+        StageReceiver(listener, collector, num_peers=pp.world_size - 1, limit_bytes=found.options.byte_budget())
     return collector
 
 

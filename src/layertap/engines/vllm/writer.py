@@ -3,7 +3,7 @@
 Hashing, assembling and publishing take the interpreter's lock, which vLLM's own loop needs; so they have their own interpreter.
 It ends when the engine closes the connection or dies: what was finished is published, the readers of what wasn't are told.
 
-Run by `remote` as `python -m layertap.engines.vllm.writer CONNECTION_FD RING_FD`.
+Run by `remote` as `python -m layertap.engines.vllm.writer CONNECTION_FD RING_FD ENGINE_PID`.
 """
 
 import logging
@@ -21,6 +21,7 @@ import torch
 
 from layertap.capture.options import StoreOptions
 from layertap.engines.vllm.collector import Collector
+from layertap.engines.vllm.lifeline import Lifeline
 from layertap.engines.vllm.messages import Finish, Order
 from layertap.engines.vllm.rowmap import Chunk
 from layertap.engines.vllm.shared import SharedCells
@@ -30,6 +31,8 @@ from layertap.writing.recorder import Capture, Recorder
 
 logger = logging.getLogger(__name__)
 
+FAILURES = "failures"
+_REPORT_SECONDS = 1.0
 _TORCH_THREADS = 2
 _SWITCH_SECONDS = 0.0005
 """Of the interpreter: threads here alternate between short Python and long system calls, and must not wait 5 ms (the default)."""
@@ -65,9 +68,9 @@ def counts_of(recorder: Recorder) -> dict[str, float]:
         "rows": recorder.counts.rows,
         "bytes": recorder.counts.num_bytes,
         "files": recorder.counts.published,
-        "failures": recorder.counts.failed,
         "waited_seconds": recorder.budget.waited_seconds,
         "in_flight_bytes": recorder.budget.in_flight_bytes,
+        **{f"{FAILURES}.{kind}": count for kind, count in list(recorder.counts.failures.items())},
     }
 
 
@@ -88,6 +91,9 @@ class Writer:
             gather=setup.gather,
             on_admitted=self._admitted,
         )
+        self._told: dict[str, float] = {}
+        self._ended = threading.Event()
+        threading.Thread(target=self._report, name="layertap-report", daemon=True).start()
 
     def serve(self) -> None:
         """Until the engine's end of the connection is closed."""
@@ -98,6 +104,8 @@ class Writer:
             pass
         finally:
             self._collector.close()
+            self._ended.set()
+            self._tell_counts()
 
     def _handle(self, kind: str, content: Any) -> None:
         if kind == "step":
@@ -128,6 +136,17 @@ class Writer:
     def _admitted(self, _capture: "Future[Capture]") -> None:
         self._send(("admitted", None))
 
+    def _report(self) -> None:
+        """Files are published behind the step that said so: what is counted then is told on its own."""
+        while not self._ended.wait(_REPORT_SECONDS):
+            self._tell_counts()
+
+    def _tell_counts(self) -> None:
+        counts = counts_of(self._recorder)
+        if counts != self._told:
+            self._told = counts
+            self._send(("counts", counts))
+
     def _send(self, message: Any) -> None:
         try:
             with self._sending:
@@ -138,6 +157,7 @@ class Writer:
 
 def main() -> None:
     """See the module."""
+    lifeline = Lifeline(int(sys.argv[3]))
     # Out of vLLM's process tree, which it kills as it shuts down: what was finished must still be published.
     if os.fork():
         os._exit(0)
@@ -147,7 +167,11 @@ def main() -> None:
     torch.set_num_threads(_TORCH_THREADS)
     sys.setswitchinterval(_SWITCH_SECONDS)
     logging.basicConfig(level=logging.WARNING, format="layertap writer: %(message)s")
-    Writer(Connection(int(sys.argv[1])), int(sys.argv[2])).serve()
+    lifeline.guard(int(sys.argv[1]))
+    try:
+        Writer(Connection(int(sys.argv[1])), int(sys.argv[2])).serve()
+    except EOFError:
+        logger.debug("layertap: the engine was gone before it said what is to be written")
     os._exit(0)
 
 
