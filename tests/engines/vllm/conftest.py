@@ -10,6 +10,8 @@ _WITHOUT_VLLM = {
     "test_arena.py",
     "test_bank.py",
     "test_remote.py",
+    "test_stages.py",
+    "test_tap.py",
     "test_ops.py",
     "test_rowmap.py",
     "test_orders.py",

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class Address:
     """Where the first stage listens, and the key that its peers must know."""
 
-    address: str | tuple[str, int]
+    address: str | bytes | tuple[str, int]
     key: bytes
 
 

@@ -1,0 +1,130 @@
+"""What vLLM's own, finished configuration is refused for, and what is read from it."""
+
+import checkpoints
+import pytest
+
+CONNECTOR = {
+    "kv_connector": "HiddenStatesConnector",
+    "kv_role": "kv_producer",
+    "kv_connector_extra_config": {"layers": [1]},
+}
+
+
+@pytest.fixture(scope="module")
+def make_config(checkpoint_folder):
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    path = checkpoints.save("llama", checkpoint_folder)
+
+    def make(connector=CONNECTOR, **options):
+        return EngineArgs(
+            model=str(path),
+            dtype="float32",
+            max_model_len=256,
+            enforce_eager=True,
+            seed=0,
+            kv_transfer_config=KVTransferConfig(**connector),
+            **options,
+        ).create_engine_config()
+
+    return make
+
+
+def start(config):
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from layertap.engines.vllm.connector import HiddenStatesConnector
+
+    return HiddenStatesConnector(config, KVConnectorRole.SCHEDULER)
+
+
+def test_what_can_be_run_is_taken(make_config):
+    assert start(make_config())._desk.configured.layers == (1,)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_sharing_fast_prefill": True}, r"kv_sharing_fast_prefill: its later layers see only some rows$"),
+        ({"runner": "pooling"}, r"a pooling model: there is nothing to generate$"),
+    ],
+)
+def test_a_configuration_that_cant_be_supported_is_refused_with_one_sentence(make_config, options, message):
+    from layertap.errors import EngineError
+
+    with pytest.raises(EngineError, match=f"^hidden states can't be taken with {message}"):
+        start(make_config(**options))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("enable_dbo", True, r"dual-batch overlap .*: a block sees only a part of the batch$"),
+        ("ubatch_size", 2, r"dual-batch overlap .*: a block sees only a part of the batch$"),
+        ("prefill_context_parallel_size", 2, r"prefill context parallelism: a rank sees only a part of the tokens$"),
+    ],
+)
+def test_parallelism_that_splits_a_batch_is_refused(make_config, name, value, message):
+    from layertap.errors import EngineError
+
+    config = make_config()
+    # the CPU build takes it back, or refuses it itself: put it where a GPU's configuration has it
+    setattr(config.parallel_config, name, value)
+    with pytest.raises(EngineError, match=f"^hidden states can't be taken with {message}"):
+        start(config)
+
+
+def test_a_replica_is_named_also_where_vllm_calls_each_rank_0(make_config):
+    from layertap.engines.vllm import compat
+
+    config = make_config()
+    assert compat.replica(config) == 0
+    # what vLLM does in each engine process of a model without experts
+    config.parallel_config.data_parallel_index = 1
+    config.parallel_config.reconfigure_for_independent_dp_rank()
+    assert config.parallel_config.data_parallel_rank == 0
+    assert compat.replica(config) == 1
+
+
+def multi(*children):
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": list(children)},
+    }
+
+
+def test_inside_of_multiconnector_other_connectors_keys_are_left_alone(make_config):
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    from layertap.engines.vllm.configured import configured, prepare
+
+    other = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": {}}
+    config = make_config(multi(other, {**CONNECTOR, "kv_connector_extra_config": {"layers": [1, 2]}}))
+    prepare(config)
+    shown = [part for cls, part in MultiConnector._get_connector_classes_and_configs(config)][1]
+    for seen in (config, shown):
+        found = configured(seen)
+        assert (found.shared, found.layers) == (True, (1, 2))
+    assert configured(make_config()).shared is False
+
+
+def test_the_documented_layers_reach_the_connector_inside_of_multiconnector(make_config):
+    from layertap.engines.vllm.configured import configured, prepare
+
+    other = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": {}}
+    ours = {"kv_connector": "HiddenStatesConnector", "kv_role": "kv_producer"}
+    config = make_config(
+        multi(other, ours),
+        speculative_config={
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [3, 1]}},
+        },
+    )
+    prepare(config)
+    assert config.speculative_config is None
+    assert configured(config).layers == (3, 1)
