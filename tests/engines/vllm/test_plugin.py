@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import checkpoints
 import pytest
 
 _SNAPSHOT = """
@@ -52,6 +53,72 @@ print(json.dumps({
 }))
 """)
     assert found == {"known": True, "patched": {}, "loaded": ["layertap.engines.vllm.plugin"]}
+
+
+_EVERYTHING = """
+import importlib
+
+for name in (
+    "vllm.engine.arg_utils", "vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.engine.input_processor",
+    "vllm.v1.engine.llm_engine", "vllm.v1.executor.abstract", "vllm.v1.core.sched.scheduler", "vllm.v1.worker.worker_base",
+    "vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner", "vllm.v1.worker.gpu_model_runner",
+    "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector", "vllm.plugins",
+):
+    importlib.import_module(name)
+
+def everything():
+    found = {}
+    for module_name, module in list(sys.modules.items()):
+        if not module_name.startswith("vllm.") or not hasattr(module, "__dict__"):
+            continue
+        for name, value in list(vars(module).items()):
+            if isinstance(value, type) and value.__module__ == module_name:
+                for inner, part in list(vars(value).items()):
+                    if callable(part) or isinstance(part, (staticmethod, classmethod, property)):
+                        found[f"{module_name}.{name}.{inner}"] = part
+            elif callable(value):
+                found[f"{module_name}.{name}"] = value
+    return found
+
+before = everything()
+
+def changed():
+    after = everything()
+    return sorted(
+        name for name, part in before.items() if after.get(name) is not part and not name.endswith(".__abstractmethods__")
+    )
+"""
+
+
+def test_installed_but_not_configured_no_function_of_vllm_is_another_one_afterwards(checkpoint_folder):
+    path = checkpoints.save("llama", checkpoint_folder)
+    found = run(
+        _EVERYTHING
+        + f"""
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+def configure(**options):
+    return EngineArgs(model={str(path)!r}, dtype="float32", max_model_len=256, enforce_eager=True, **options).create_engine_config()
+configure()
+configure(kv_transfer_config=KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both"))
+idle = changed()
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+KVConnectorFactory.get_connector_class(KVTransferConfig(kv_connector="HiddenStatesConnector", kv_role="kv_producer"))
+print(json.dumps({{"looked at": len(before), "idle": idle, "configured": changed()}}))
+"""
+    )
+    assert found["looked at"] > 5000
+    assert found["idle"] == []
+    # the comparison does see what is patched where the connector is configured, and there is no more of it
+    assert found["configured"] == [
+        "vllm.config.vllm.VllmConfig.compute_hash",
+        "vllm.v1.engine.core.EngineCore.__init__",
+        "vllm.v1.engine.input_processor.InputProcessor.process_inputs",
+        "vllm.v1.executor.abstract.Executor.get_class",
+        "vllm.v1.worker.worker_base.WorkerWrapperBase.init_device",
+    ]
 
 
 def test_naming_the_connector_activates_it():

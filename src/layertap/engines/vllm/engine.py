@@ -7,8 +7,6 @@ path, layers and positions. Where no storage was given, `extract` sends the rows
 import itertools
 import os
 import secrets
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -21,6 +19,7 @@ from layertap.engines.base import ModelInfo
 from layertap.engines.vllm import compat
 from layertap.engines.vllm.orders import ERROR_KEY, ID_KEY, PREFILL_KEY
 from layertap.engines.vllm.plugin import CONNECTOR
+from layertap.engines.vllm.private import PrivateFolder
 from layertap.engines.vllm.prompts import MediaPrompt, VllmPromptReader, as_vllm_takes_it
 from layertap.engines.vllm.sampling import capture_options, for_each, with_capture_options
 from layertap.errors import EngineError, ExtractionError, LayertapError, OptionError, TargetExistsError
@@ -34,7 +33,6 @@ from layertap.writing.sinks import Result
 
 _IN_FLIGHT = 256
 _READ_SECONDS = 600.0
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +75,7 @@ class VllmFrontend:
 
         self.options = options
         self._stores = stores
-        self._private = Path(
-            tempfile.mkdtemp(prefix="layertap-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None)
-        )
+        self._private = PrivateFolder()
         extra = {
             field.name: getattr(options, field.name)
             for field in fields(options)
@@ -141,7 +137,7 @@ class VllmFrontend:
             OptionError: a layer that this engine doesn't take.
         """
         layers = self._resolve(options.layers)
-        folder = self._private if storage is None else storage
+        folder = self._private.path if storage is None else storage
         run = f"extract-{self._run}-{next(self._runs)}"
         failures: list[tuple[int, str]] = []
         paths: dict[str, tuple[int, Path]] = {}
@@ -188,7 +184,7 @@ class VllmFrontend:
         """End vLLM's engine."""
         engine = self._llm.llm_engine
         engine.engine_core.shutdown()
-        shutil.rmtree(self._private, ignore_errors=True)
+        self._private.remove()
 
     def _step(self) -> list[Any]:
         engine = self._llm.llm_engine

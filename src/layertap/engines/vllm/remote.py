@@ -55,6 +55,8 @@ class RemoteCollector:
                 *("-m", "layertap.engines.vllm.writer"),
                 *(str(theirs.fileno()), str(ring.fd), str(os.getpid())),
             ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # whoever reads the engine's output to its end must not have to wait for the writer's
             pass_fds=(theirs.fileno(), ring.fd),
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         )
