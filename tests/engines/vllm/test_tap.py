@@ -29,7 +29,7 @@ def stack():
         max_plans=4,
         host_bytes=1 << 24,
     )
-    tap.install(dict(enumerate(blocks)), "output", None)
+    tap.install(dict(enumerate(blocks)), "output", {})
     yield tap, blocks
     tap.close()
 
