@@ -37,12 +37,10 @@ def target(tmp_path_factory):
     return tmp_path_factory.mktemp("fuzz") / "a.safetensors"
 
 
-def read_or_say(target, content, allowed_bytes=1 << 20):
-    """What was delivered, or None after one of our errors."""
+def read_or_say(target, content, allowed_bytes=1 << 22):
+    """What was delivered, or None after one of our errors. (What is allowed covers Python's table of interned names, which grows.)"""
     target.write_bytes(content)
     found = None
-    with contextlib.suppress(HiddenStatesError):  # once untraced: what a first call imports isn't the file's doing
-        found = read_file(target, timeout=0)
     tracemalloc.start()
     with contextlib.suppress(HiddenStatesError):
         found = read_file(target, timeout=0)
