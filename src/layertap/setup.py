@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from layertap.capture.layers import LayersLike
+from layertap.capture.layers import DEFAULT_LAYERS, LayersLike
 from layertap.capture.options import StoreOptions
 from layertap.engines.base import ModelInfo
 from layertap.errors import OptionError
@@ -16,7 +16,6 @@ from layertap.params import KVTransferConfig, SamplingParams, layers_of_speculat
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_LAYERS = "eagle3"
 _STORE_OPTIONS = {"layers", "storage", "kv_transfer_config", "speculative_config", "weights_version"}
 _ONE_PROCESS = {
     "tensor_parallel_size": 1,

@@ -17,6 +17,9 @@ from layertap.errors import LayerError
 
 LayersLike: TypeAlias = str | int | Sequence[int | str]
 
+DEFAULT_LAYERS = "eagle3"
+"""Where nobody has named any."""
+
 PRESETS = ("all", "last", "eagle3", "dflash", "dflash:K", "eagle3+last")
 
 

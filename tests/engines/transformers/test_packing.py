@@ -6,10 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layertap.engines.transformers.packing import Batch, Item, Packer, Way, batches
+from layertap.engines.transformers.packing import Batch, Item, Packer, Way
 
 lengths = st.lists(st.integers(1, 300), min_size=1, max_size=200)
 ways = st.sampled_from(["packed", "padded", "alone"])
+
+
+def batches(items, packer):
+    """Pull items only as far as the look-ahead wants them, as extraction does."""
+    for item in items:
+        packer.push(item)
+        while packer.full:
+            yield packer.pop()
+    while len(packer):
+        yield packer.pop()
 
 
 def plan(all_lengths: list[int], way: Way, budget: int, max_together: int | None = None) -> list[Batch[int]]:

@@ -7,11 +7,11 @@ lengths, padded ones their longest length times their number, so those are fille
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-__all__ = ["Batch", "Item", "Packer", "Way", "batches"]
+__all__ = ["Batch", "Item", "Packer", "Way"]
 
 T = TypeVar("T")
 Way = Literal["packed", "padded", "alone"]
@@ -124,13 +124,3 @@ class Packer(Generic[T]):
                 chosen.append(i)
                 longest, tokens = new_longest, new_tokens
         return sorted(chosen)
-
-
-def batches(items: Iterable[Item[T]], packer: Packer[T]) -> Iterator[Batch[T]]:
-    """Pull items only as far as the look-ahead wants them, and yield batches until all have run."""
-    for item in items:
-        packer.push(item)
-        while packer.full:
-            yield packer.pop()
-    while len(packer):
-        yield packer.pop()

@@ -5,14 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from layertap.capture.layers import resolve_layers
+from layertap.capture.layers import DEFAULT_LAYERS, resolve_layers
 from layertap.capture.options import StoreOptions
 from layertap.engines.vllm import compat
 from layertap.engines.vllm.plugin import CONNECTOR
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_LAYERS = "eagle3"
 _MULTI = "MultiConnector"
 _EXTRACTION = "extract_hidden_states"
 _SHARED_KEY = "layertap_shared"
