@@ -15,6 +15,7 @@ SURFACE = {
         "--dtype",
         "--engine",
         "--json",
+        "--picture",
         "--revision",
         "--storage",
         "--trust-remote-code",
@@ -127,7 +128,7 @@ SURFACE = {
         "model",
     ],
     "serve-files": ["--allow-delete", "--api-key", "--host", "--port", "folder"],
-    "verify": ["--device", "--model", "--sample", "--seed", "--trust-remote-code", "path"],
+    "verify": ["--device", "--json", "--model", "--recompute", "--sample", "--seed", "--trust-remote-code", "path"],
 }
 
 

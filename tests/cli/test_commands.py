@@ -233,3 +233,29 @@ def test_clean_removes_leftovers_and_nothing_else(states, run, tmp_path):
     assert run("clean", tmp_path / "storage").exit_code == 0
     assert not temporary.exists()
     assert run("clean", tmp_path / "nothing").exit_code == 2
+
+
+def test_verify_recomputes_a_share_and_reports_for_machines(states, run):
+    result = run("verify", states, "--recompute", "0.1%", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["verdict"] == "good"
+    assert report["samples"] == 8
+    assert report["damaged"] == []
+    (again,) = report["recomputed"]  # of eight samples at least one
+    assert again["good"]
+    assert again["worst"] <= again["tolerance"]
+    assert len(json.loads(run("verify", states, "--recompute", "50%", "--json").stdout)["recomputed"]) == 4
+    shard = next(states.glob("shards/*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-100] ^= 1
+    shard.write_bytes(data)
+    result = run("verify", states, "--recompute", "1%", "--json")
+    assert result.exit_code == 3
+    report = json.loads(result.stdout)
+    assert report["verdict"] == "bad"
+    assert "checksum" in report["damaged"][0]
+    for share in ("0%", "101%", "5", "many"):
+        refused = run("verify", states, "--recompute", share)
+        assert refused.exit_code == 2
+        assert "0.1%" in refused.output

@@ -23,8 +23,11 @@ def doctor(*words):
 
 
 def test_a_good_model_passes_every_check(checkpoint, tmp_path):
-    done = doctor(checkpoint, "--storage", str(tmp_path))
+    done = doctor(checkpoint, "--storage", str(tmp_path), "--picture", str(tmp_path / "errors.svg"))
     assert done.exit_code == 0, done.output
+    drawn = (tmp_path / "errors.svg").read_text()
+    assert drawn.count("<svg") == 1
+    (tmp_path / "errors.svg").unlink()
     for words in ("blocks", "model.layers", "layer ids", "last layer to logits", "generated and prefilled", "All good"):
         assert words in done.output
     assert list(tmp_path.iterdir()) == []

@@ -31,6 +31,10 @@ def doctor(
         bool, typer.Option("--trust-remote-code", help="Code of the checkpoint may run.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="Draw the errors by layer into this file (.png, .svg, .pdf).", show_default=False),
+    ] = None,
 ) -> None:
     """Examine a model and a folder on this machine before you rely on them; takes a minute or two.
 
@@ -55,6 +59,10 @@ def doctor(
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
+        if picture is not None:
+            from layertap.trust.picture import draw_errors
+
+            draw_errors(report, picture)
     if as_json:
         typer.echo(json.dumps(report.as_json(), indent=2))
     else:

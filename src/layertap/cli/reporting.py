@@ -72,6 +72,19 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * factor)
 
 
+def parse_percent(text: str) -> float:
+    """Read "0.1%" as 0.001.
+
+    Raises:
+        typer.BadParameter: it is no share, or none of anything.
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*%\s*", text)
+    share = float(match[1]) / 100 if match else 0.0
+    if not 0 < share <= 1:
+        raise typer.BadParameter(f"expected a share such as 0.1% or 5%, above 0% and at most 100%, got {text!r}")
+    return share
+
+
 def parse_shard(text: str) -> tuple[int, int]:
     """Read "0/4".
 

@@ -1,17 +1,58 @@
 """`layertap verify`: checksums, and a sample of rows computed again by plain transformers."""
 
+import json
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layertap.cli.reporting import PARTLY, bytes_text, errors_explained, plural, quiet_libraries, say_error
+from layertap.cli.reporting import (
+    PARTLY,
+    bytes_text,
+    errors_explained,
+    parse_percent,
+    plural,
+    quiet_libraries,
+    say_error,
+)
 
 if TYPE_CHECKING:
     from layertap.datasets.inspection import SampleView
 
 _DEFAULT_SAMPLES = 4
+
+
+@dataclass(slots=True)
+class _Report:
+    """What was checked. Printed as it comes, or as JSON at the end."""
+
+    as_json: bool
+    facts: dict[str, Any] = field(default_factory=dict)
+    damaged: list[str] = field(default_factory=list)
+    recomputed: list[dict[str, Any]] = field(default_factory=list)
+
+    def say(self, text: str) -> None:
+        """A line for a person."""
+        if not self.as_json:
+            typer.echo(text)
+
+    def note_damage(self, reason: str) -> None:
+        """A part, or a file, that must not be used."""
+        self.damaged.append(reason)
+        if not self.as_json:
+            say_error(reason)
+
+    @property
+    def good(self) -> bool:
+        """Nothing is damaged, nothing differs."""
+        return not self.damaged and all(entry["good"] for entry in self.recomputed)
+
+    def print(self, path: Path) -> None:
+        """For machines."""
+        found = {"path": str(path), "verdict": "good" if self.good else "bad", **self.facts}
+        typer.echo(json.dumps({**found, "damaged": self.damaged, "recomputed": self.recomputed}, indent=2))
 
 
 def verify(
@@ -26,60 +67,87 @@ def verify(
         int | None,
         typer.Option(help="How many samples to compute again (4 with --model; none without).", show_default=False),
     ] = None,
+    recompute: Annotated[
+        str | None,
+        typer.Option(help="The same as a share: 0.1% or 5%; at least one sample.", show_default=False),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Which samples are drawn.")] = 0,
     device: Annotated[str, typer.Option(help="Where plain transformers runs.")] = "cpu",
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Code of the checkpoint may run.")
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
-    """Check every byte against its checksum; with --model or --sample, also compute rows again.
+    """Check every byte against its checksum; with --model, --sample or --recompute, also compute rows again.
 
     Rows are computed by plain transformers in float32, one sequence at a time. A row passes with a relative error of at most
     1e-4 where it was computed and saved in float32, 3e-2 otherwise. Exit code 3: something is damaged or differs.
     """
     quiet_libraries()
+    report = _Report(as_json)
     with errors_explained():
-        good = _check_dataset(path) if path.is_dir() else _check_file(path)
-        if good and (model is not None or sample is not None):
+        if sample is not None and recompute is not None:
+            raise typer.BadParameter("--sample and --recompute say the same twice: give one of them")
+        share = None if recompute is None else parse_percent(recompute)
+        _check(report, path)
+        if report.good and (model is not None or sample is not None or share is not None):
             count = _DEFAULT_SAMPLES if sample is None else sample
-            views = _drawn(path, count, seed)
-            good = _recompute(views, model, device, trust_remote_code)
-    if not good:
+            _recompute(report, _drawn(path, count, share, seed), model, device, trust_remote_code)
+    if as_json:
+        report.print(path)
+    if not report.good:
         raise typer.Exit(PARTLY)
 
 
-def _check_file(path: Path) -> bool:
+def _check(report: _Report, path: Path) -> None:
+    from layertap.errors import HiddenStatesError, MissingError
+
+    try:
+        if path.is_dir():
+            _check_dataset(report, path)
+        else:
+            _check_file(report, path)
+    except MissingError:
+        raise  # there is nothing to report on
+    except HiddenStatesError as exc:
+        if not report.as_json:
+            raise
+        report.note_damage(str(exc))
+
+
+def _check_file(report: _Report, path: Path) -> None:
     from layertap.files.read import verify_file
 
     info = verify_file(path, timeout=0)
     size = path.stat().st_size
-    typer.echo(f"{path}: {info.num_rows:,} rows of {len(info.layers)} layers, {bytes_text(size)}: good")
-    return True
+    report.facts = {"rows": info.num_rows, "layers": list(info.layers), "bytes": size}
+    report.say(f"{path}: {info.num_rows:,} rows of {len(info.layers)} layers, {bytes_text(size)}: good")
 
 
-def _check_dataset(folder: Path) -> bool:
+def _check_dataset(report: _Report, folder: Path) -> None:
     from layertap.datasets.lookup import load_lookup
     from layertap.datasets.manifest import read_manifest
     from layertap.datasets.verify import verify_parts
 
     manifest = read_manifest(folder)
     samples = tokens = num_bytes = damaged = 0
-    for report in verify_parts(folder, manifest):
-        if report.error is not None:
+    for part in verify_parts(folder, manifest):
+        if part.error is not None:
             damaged += 1
-            say_error(str(report.error))
+            report.note_damage(str(part.error))
             continue
-        samples += len(report.done)
-        tokens += sum(entry.tokens for entry in report.done)
-        num_bytes += report.num_bytes
+        samples += len(part.done)
+        tokens += sum(entry.tokens for entry in part.done)
+        num_bytes += part.num_bytes
+    report.facts = {"samples": samples, "tokens": tokens, "bytes": num_bytes, "damaged_parts": damaged}
     if not damaged:
         load_lookup(folder, manifest.id)  # no sample stands in it twice
     state = "good" if not damaged else f"good, {plural(damaged, 'part')} damaged (run extract again to make them anew)"
-    typer.echo(f"{folder}: {plural(samples, 'sample')}, {plural(tokens, 'token')}, {bytes_text(num_bytes)}: {state}")
-    return not damaged
+    report.say(f"{folder}: {plural(samples, 'sample')}, {plural(tokens, 'token')}, {bytes_text(num_bytes)}: {state}")
 
 
-def _drawn(path: Path, count: int, seed: int) -> "Iterator[SampleView]":
+def _drawn(path: Path, count: int, share: float | None, seed: int) -> "Iterator[SampleView]":
+    from math import ceil
     from random import Random
 
     from layertap.datasets.inspection import view_file, view_sample
@@ -95,16 +163,19 @@ def _drawn(path: Path, count: int, seed: int) -> "Iterator[SampleView]":
             f"{path}: holds trained positions only; the tokens between aren't in it, so its rows can't be computed again"
         )
     total = len(ds)
+    if share is not None:
+        count = ceil(share * total)
     for position in sorted(Random(seed).sample(range(total), min(count, total))):
         yield view_sample(path, position)
 
 
-def _recompute(views: "Iterator[SampleView]", model: str | None, device: str, trust_remote_code: bool) -> bool:
+def _recompute(
+    report: _Report, views: "Iterator[SampleView]", model: str | None, device: str, trust_remote_code: bool
+) -> None:
     from layertap.datasets.recompute import Reference, compare
     from layertap.errors import OptionError
 
     reference: Reference | None = None
-    good = True
     for view in views:
         if view.first_position:
             raise OptionError(
@@ -125,10 +196,19 @@ def _recompute(views: "Iterator[SampleView]", model: str | None, device: str, tr
             compute_dtype=view.compute_dtype,
         )
         token, slot = found.worst
-        verdict = "good" if found.passed else "DIFFERENT"
-        typer.echo(
-            f"{view.title}: {plural(len(view.token_ids), 'token')}, largest relative error {found.errors[token, slot]:.2e} "
-            f"(position {token}, layer {view.layers[slot]}; tolerance {found.tolerance:g}): {verdict}"
+        report.recomputed.append(
+            {
+                "sample": view.title,
+                "tokens": len(view.token_ids),
+                "worst": float(found.errors[token, slot]),
+                "position": token,
+                "layer": view.layers[slot],
+                "tolerance": found.tolerance,
+                "good": found.passed,
+            }
         )
-        good = good and found.passed
-    return good
+        report.say(
+            f"{view.title}: {plural(len(view.token_ids), 'token')}, largest relative error {found.errors[token, slot]:.2e} "
+            f"(position {token}, layer {view.layers[slot]}; tolerance {found.tolerance:g}): "
+            f"{'good' if found.passed else 'DIFFERENT'}"
+        )
