@@ -38,7 +38,7 @@ def target(tmp_path_factory):
 
 
 def read_or_say(target, content, allowed_bytes=1 << 22):
-    """What was delivered, or None after one of our errors. (What is allowed covers Python's table of interned names, which grows.)"""
+    """What was delivered, or None after one of our errors. What is allowed covers Python's own growing tables."""
     target.write_bytes(content)
     found = None
     tracemalloc.start()
