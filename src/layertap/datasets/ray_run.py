@@ -291,7 +291,11 @@ class _Run:
                     cause = exc.cause
                     if isinstance(cause, LayertapError | OSError):
                         raise cause from None
-                    raise EngineError(f"actor {actor.progress.name} ({actor.progress.where}) failed: {exc}") from exc
+                    if reference == actor.starting:
+                        raise EngineError(f"an actor can't start: {exc}") from exc
+                    # its engine died, if it didn't itself
+                    given_up += self._bury(actor, exc, pieces)
+                    break
                 except self._ray.exceptions.RayError as exc:
                     given_up += self._bury(actor, exc, pieces)
                     break
