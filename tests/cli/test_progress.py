@@ -34,7 +34,7 @@ def test_rates_and_time_left_are_those_of_the_last_minute(tmp_path):
     report = RunReport(folder=tmp_path, num_skipped=400)
     progress.begin(report)
     clock.now += 500
-    assert progress.text() == "400/1,000 prompts, loading the layers, trying how they pack"
+    assert progress.text() == "400/1,000 prompts, starting"
     for _ in range(10):  # slow at first
         report.num_samples += 1
         progress.text()

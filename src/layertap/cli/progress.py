@@ -69,7 +69,7 @@ class RunProgress:
     def begin(self, report: "RunReport") -> None:
         """The run starts: what was done before is known."""
         self._report = report
-        self._note = "loading the layers, trying how they pack"
+        self._note = "starting"
 
     def note(self, message: str) -> None:
         """Say something of importance; on a terminal it stays in view."""

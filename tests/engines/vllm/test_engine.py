@@ -1,12 +1,18 @@
 """`layertap.LLM(engine="vllm")`: the embedded engine's surface over vLLM."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import checkpoints
+import drafts
 import pytest
 import running
+import torch
 from running import check_file, prompts
 
-from layertap import LLM, SamplingParams
+from layertap import LLM, SamplingParams, load_hidden_states
 from layertap.errors import ExtractionError, OptionError
+from layertap.files.read import read_header
 from layertap.testing import oracle
 
 
@@ -37,6 +43,8 @@ def llm(checkpoint, storage):
         max_model_len=256,
         max_num_batched_tokens=64,
         max_num_seqs=8,
+        enable_lora=True,
+        max_lora_rank=drafts.RANK,
     ) as engine:
         yield engine
 
@@ -130,3 +138,85 @@ def test_bad_options_are_refused_before_anything_runs(llm, storage):
                 prompts([4]), SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": options}), use_tqdm=False
             )
     assert sorted(storage.iterdir()) == before
+
+
+REQUESTS = [
+    {},
+    {"layers": [4, 1]},
+    {"include_output_tokens": True},
+    {"positions": "last"},
+    {"positions": "output"},
+    {"positions": [2, 9], "layers": [0]},
+    {"save_dtype": "bfloat16"},
+    {"tag": "same", "include_output_tokens": True},
+    {"hidden_states_path": "chosen.safetensors"},
+    {"capture": False},
+]
+MADE_ANEW = {"request_id", "engine", "engine_version", "replica", "residual"}
+
+
+def test_both_engines_write_the_same_files_for_the_same_requests(llm, checkpoint, storage, tmp_path):
+    asked = prompts([14] * len(REQUESTS), seed=8)
+    params = [
+        SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, extra_args={"kv_transfer_params": dict(options)})
+        for options in REQUESTS
+    ]
+    theirs = llm.generate(asked[:-2] + asked[-1:], params[:-2] + params[-1:], use_tqdm=False)
+    with LLM(checkpoint, layers="all", storage=tmp_path, dtype="float32") as embedded:
+        ours = embedded.generate(asked[:-2] + asked[-1:], params[:-2] + params[-1:], use_tqdm=False)
+        for engine in (llm, embedded):  # neither allows a client's path: it is ignored with a warning
+            (output,) = engine.generate(asked[-2:-1], params[-2:-1], use_tqdm=False)
+            assert not output.kv_transfer_params["hidden_states_path"].endswith("chosen.safetensors")
+    for mine, other, options in zip(ours, theirs, REQUESTS[:-2] + REQUESTS[-1:], strict=True):
+        assert mine.outputs[0].token_ids == other.outputs[0].token_ids
+        if options.get("capture") is False:
+            assert mine.kv_transfer_params is None
+            assert other.kv_transfer_params is None
+            continue
+        assert mine.kv_transfer_params.keys() == other.kv_transfer_params.keys()
+        paths = [Path(output.kv_transfer_params["hidden_states_path"]) for output in (mine, other)]
+        rows = [load_hidden_states(path, timeout=30) for path in paths]
+        assert torch.equal(rows[0]["token_ids"], rows[1]["token_ids"])
+        assert rows[0]["hidden_states"].dtype == rows[1]["hidden_states"].dtype
+        tolerance = 2**-6 if "save_dtype" in options else 1e-4
+        torch.testing.assert_close(
+            rows[0]["hidden_states"].float(), rows[1]["hidden_states"].float(), rtol=tolerance, atol=tolerance
+        )
+        first, second = (read_header(path).info for path in paths)
+        assert replace(first, facts={}) == replace(second, facts={})
+        assert {k: v for k, v in first.facts.items() if k not in MADE_ANEW} == {
+            k: v for k, v in second.facts.items() if k not in MADE_ANEW
+        }
+    for folder in (storage, tmp_path):
+        assert (folder / "tags" / "same.json").exists()
+
+
+def test_structured_output_and_adapters_go_through_to_vllm(llm, model, checkpoint, tmp_path):
+    from vllm import SamplingParams as VllmSamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import StructuredOutputsParams
+
+    captured = {"kv_transfer_params": {"include_output_tokens": True}}
+    chosen = StructuredOutputsParams(choice=["yes", "no"])
+    params = [
+        VllmSamplingParams(max_tokens=20, temperature=0, structured_outputs=chosen, extra_args=captured),
+        {"max_tokens": 20, "temperature": 0, "structured_outputs": {"choice": ["yes", "no"]}, "extra_args": captured},
+    ]
+    for output in llm.generate(prompts([12, 30], seed=9), params, use_tqdm=False):
+        assert output.outputs[0].text.endswith(("yes", "no"))
+        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        check_file(model, output.kv_transfer_params["hidden_states_path"], tokens[:-1])
+    with pytest.raises(OptionError, match="no_such_thing"):
+        llm.generate(prompts([4]), {"no_such_thing": 1}, use_tqdm=False)
+    adapter = drafts.save_adapter(model, tmp_path / "adapter", seed=3)
+    lora = LoRARequest("mine", 1, str(adapter))
+    merged = drafts.merge(running.load_oracle("qwen3", checkpoint), adapter)
+    (output,) = llm.generate(
+        prompts([20], seed=10), SamplingParams(max_tokens=2, extra_args=captured), use_tqdm=False, lora_request=lora
+    )
+    tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    check_file(merged, output.kv_transfer_params["hidden_states_path"], tokens[:-1])
+    ids = prompts([25], seed=11)[0]["prompt_token_ids"]
+    (sample,) = llm.extract([ids], lora_request=lora)
+    assert sample.result.info.facts["lora"] == "mine"
+    assert relative_error(sample.hidden_states, oracle.hidden_states(merged, ids)) < 1e-4

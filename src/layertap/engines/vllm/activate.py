@@ -15,6 +15,7 @@ processes learn through the environment that they are to activate (`plugin.regis
 
 import functools
 import hashlib
+import logging
 import os
 import threading
 from typing import Any
@@ -33,11 +34,21 @@ def activate() -> None:
             return
         _active = True
         os.environ[ACTIVE_ENV] = "1"
+        _log_as_vllm_does()
         _patch_worker()
         _patch_hash()
         _patch_executor()
         _patch_core()
         _patch_front_end()
+
+
+def _log_as_vllm_does() -> None:
+    """Where nobody has set logging up, what layertap says goes where vLLM's lines go, in their form."""
+    mine, vllms = logging.getLogger("layertap"), logging.getLogger("vllm")
+    if not mine.handlers and not logging.getLogger().handlers:
+        mine.setLevel(vllms.level)
+        for handler in vllms.handlers:
+            mine.addHandler(handler)
 
 
 def is_active() -> bool:
