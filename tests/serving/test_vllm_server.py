@@ -1,5 +1,6 @@
 """`layertap serve --engine vllm`: stock vLLM with our middleware says and saves the same as the embedded engine."""
 
+import asyncio
 import importlib.util
 import os
 import secrets
@@ -10,6 +11,7 @@ import threading
 from pathlib import Path
 
 import httpx
+import mixed_load
 import openai
 import pytest
 from transformers import AutoModelForCausalLM
@@ -43,7 +45,7 @@ def vllm(tmp_path_factory):
         sys.executable, "-c", "from layertap.cli import main; main()", "serve", str(checkpoint), "--engine", "vllm",
         "--port", str(port), "--served_model_name", "tiny", "--max_model_len", "256", "--dtype", "float32", "--layers", "1,2,4",
         "--storage", str(store), "--handover", "http", "--allow-delete", "--api-key", "alpha", "--api-key", "beta",
-        "--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--enforce-eager",
+        "--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--enforce-eager", "--max-storage-bytes", "20000000",
     ]  # fmt: skip
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **running.ENVIRONMENT}
@@ -188,6 +190,53 @@ def test_a_client_that_leaves_gets_no_file_but_a_reason(vllm):
     assert (answer.status_code, "aborted" in answer.text) == (410, True)
 
 
+@needs_vllm
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_60_mixed_requests_at_once_equal_the_oracle(vllm):
+    outcomes = asyncio.run(mixed_load.run_all(vllm[0], 60, api_key="alpha", most=200, seeded=False))
+    assert len(outcomes) == 60
+    for kind, answers in outcomes:
+        assert answers or kind in mixed_load.GIVEN_UP
+        for handle, tokens in answers:
+            check(vllm, handle, tokens[:-1])
+    assert sum(len(answers) for _, answers in outcomes) > 40
+
+
+@needs_vllm
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_the_client_fetches_prompts_choices_and_streams_as_from_the_embedded_engine(vllm, alpha):
+    body = {"max_tokens": 30, "stop": ["e", "a"], "ignore_eos": True, "return_token_ids": True,
+            "kv_transfer_params": {"include_output_tokens": True}}  # fmt: skip
+    with HiddenStatesClient(vllm[0], api_key="alpha", local=False) as mine:
+        answer = mine.complete(["one", "and two"], n=2, model="tiny", **body)
+        assert len(answer["choices"]) == 4
+        for choice in answer["choices"]:
+            tokens = choice["prompt_token_ids"] + choice["token_ids"]
+            assert mine.fetch(choice)["token_ids"].tolist() == tokens[:-1]
+        extra = {key: body[key] for key in ("ignore_eos", "return_token_ids", "kv_transfer_params")}
+        stream = alpha.completions.create(model="tiny", prompt="a stream", max_tokens=5, stream=True, extra_body=extra)
+        choices = [choice for chunk in stream for choice in chunk.choices]
+        tokens = [token for choice in choices for token in choice.token_ids or []]
+        assert mine.fetch(choices[-1])["token_ids"].tolist()[-4:] == tokens[:-1]
+
+
+@needs_vllm
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_what_cant_fit_into_the_store_is_507_before_it_is_generated(vllm):
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "much"}], "n": 128, "max_tokens": 250,
+            "kv_transfer_params": {"include_output_tokens": True}}  # fmt: skip
+    with httpx.Client(base_url=vllm[0], headers={"authorization": "Bearer alpha"}, timeout=60) as http:
+        for _ in range(2):
+            answer = http.post("/v1/chat/completions", json=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (507, "store_full"), answer.text
+            assert "max_storage_bytes allows 20000000" in answer.json()["error"]["message"]
+        fits = http.post("/v1/chat/completions", json=body | {"n": 1, "max_tokens": 2})
+        assert fits.status_code == 200
+
+
 def test_the_command_is_vllms_with_our_options_in_their_place():
     draft = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}
     options = ServeOptions(
@@ -211,7 +260,7 @@ def test_the_command_is_vllms_with_our_options_in_their_place():
     assert '"allow_custom_save_path"' not in told
     for change, words in (
         ({"engine_options": {"device": "cuda"}}, "device"),
-        ({"store": {"handover": "s3://b"}}, "handover"),
+        ({"store": {"handover": "s3://b"}}, "object storage can't be had with --engine vllm"),
         ({"weights_version": "1"}, "weights_version"),
     ):
         with pytest.raises(OptionError, match=words):
