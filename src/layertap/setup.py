@@ -87,6 +87,8 @@ def make_frontend(
         )
     if engine != "transformers":
         raise OptionError(f"engine: expected 'transformers' or 'vllm', got {engine!r}")
+    if config.options.prefix_rows_bytes is not None:
+        raise OptionError("prefix_rows_bytes: the embedded engine has no prefix cache; engine='vllm' has")
     from layertap.engines.transformers.engine import TransformersEngine
 
     return Frontend(

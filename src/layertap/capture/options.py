@@ -65,6 +65,11 @@ class StoreOptions:
         _handover,
         "how clients get a file: 'path' (shared file system), 'http', or an object store's URL (s3://...)",
     )
+    prefix_rows_bytes: int | None = parsing.option(
+        None,
+        parsing.optional(parsing.integer(1)),
+        "vLLM: keep rows of cached blocks in this much memory, and let requests that capture read the prefix cache that far",
+    )
     fsync: bool = parsing.option(False, parsing.boolean, "sync each file before it is published")
 
     @classmethod

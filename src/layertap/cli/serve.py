@@ -52,6 +52,14 @@ def serve(
     max_bytes_in_flight: Annotated[
         str | None, typer.Option(help="Rows in memory at most. Default a sixteenth of memory.", rich_help_panel=_STORE)
     ] = None,
+    prefix_rows_bytes: Annotated[
+        str | None,
+        typer.Option(
+            help="With --engine vllm: memory for rows of cached blocks, so that prompts with a known beginning read the prefix "
+            "cache. Default none.",
+            rich_help_panel=_STORE,
+        ),
+    ] = None,
     save_dtype: Annotated[
         Literal["float32", "bfloat16", "float16", "fp8_e4m3"] | None,
         typer.Option(help="Dtype of the saved rows; default the compute dtype.", rich_help_panel=_STORE),
@@ -150,6 +158,7 @@ def serve(
         "max_storage_bytes": None if max_storage_bytes is None else parse_bytes(max_storage_bytes),
         "min_free_bytes": None if min_free_bytes is None else parse_bytes(min_free_bytes),
         "max_bytes_in_flight": None if max_bytes_in_flight is None else parse_bytes(max_bytes_in_flight),
+        "prefix_rows_bytes": None if prefix_rows_bytes is None else parse_bytes(prefix_rows_bytes),
         "save_dtype": save_dtype,
         "capture_by_default": capture_by_default,
         "allow_custom_save_path": _custom_paths(allow_custom_save_path),

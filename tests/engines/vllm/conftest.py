@@ -16,6 +16,8 @@ _WITHOUT_VLLM = {
     "test_ops.py",
     "test_rowmap.py",
     "test_orders.py",
+    "test_prefix_index.py",
+    "test_prefix_plan.py",
     "test_unpack.py",
     "test_residual.py",
 }

@@ -7,6 +7,8 @@
   the layers and is then dropped, so that its dummy draft model isn't run;
 - `EngineCore.__init__`: with any connector vLLM hashes every prompt's blocks, even where prefix caching is off; ours has no use for
   that;
+- `KVCacheManager.get_computed_blocks` and `.reset_prefix_cache`: with `prefix_rows_bytes` a capturing request reads only those
+  cached blocks whose rows are on the host (`prefix_cache`);
 - `InputProcessor.process_inputs`: a bad option is refused in the front end, before anything is generated.
 
 Each checks at run time whether the engine at hand has the connector, so other engines of the same process are untouched. Child
@@ -39,6 +41,7 @@ def activate() -> None:
         _patch_hash()
         _patch_executor()
         _patch_core()
+        _patch_prefix_cache()
         _patch_front_end()
 
 
@@ -122,6 +125,12 @@ def _patch_core() -> None:
             self.request_block_hasher = None
 
     EngineCore.__init__ = init
+
+
+def _patch_prefix_cache() -> None:
+    from layertap.engines.vllm import prefix_cache
+
+    prefix_cache.patch()
 
 
 def _patch_front_end() -> None:

@@ -4,6 +4,7 @@ The only module of the engine that reaches into private attributes of vLLM's run
 """
 
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from layertap.engines.vllm.prefix_plan import Scheduled
 from layertap.errors import EngineError, UnsupportedModelError
 
 FIRST_VERSION, BELOW_VERSION = (0, 26), (0, 33)
@@ -86,6 +88,51 @@ def check_config(config: Any) -> None:
 def replica(config: Any) -> int:
     """Which of the data-parallel replicas this is. (The rank says 0 in all of them where the model has no experts.)"""
     return int(config.parallel_config.data_parallel_index)
+
+
+def check_prefix_reads(config: Any) -> None:
+    """Refuse a vLLM that reads a state-space model's prefix cache past the KV cache manager when there is a connector.
+
+    Raises:
+        EngineError: it says so.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    if config.model_config.is_hybrid and not hasattr(KVConnectorBase_V1, "supports_divergent_local_hybrid_hits"):
+        raise EngineError(
+            f"kv_connector_extra_config.prefix_rows_bytes: vLLM {version()} reads the prefix cache of models with state-space "
+            "layers in a way that can't be limited; a newer vLLM doesn't"
+        )
+
+
+def hash_block_size(manager: Any) -> int:
+    """Tokens of one block hash of a request."""
+    return int(manager.block_pool.hash_block_size)
+
+
+def limited_lookup(manager: Any, request: Any, lookup: Callable[[Any, Any], Any], limit: int | None) -> Any:
+    """What `KVCacheManager.get_computed_blocks` finds among a request's first `limit` tokens (None: among all)."""
+    if limit is None:
+        return lookup(manager, request)
+    if limit < hash_block_size(manager):
+        return manager.empty_kv_cache_blocks, 0, 0
+    coordinator = manager.coordinator
+    find = coordinator.find_longest_cache_hit
+    coordinator.find_longest_cache_hit = lambda hashes, longest: find(hashes, min(longest, limit))
+    try:
+        return lookup(manager, request)
+    finally:
+        del coordinator.find_longest_cache_hit
+
+
+def scheduled(scheduler_output: Any) -> Iterator[Scheduled]:
+    """The requests of a step."""
+    counts = scheduler_output.num_scheduled_tokens
+    for new in scheduler_output.scheduled_new_reqs:
+        yield Scheduled(new.req_id, new.num_computed_tokens, counts[new.req_id], True)
+    cached = scheduler_output.scheduled_cached_reqs
+    for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        yield Scheduled(request_id, computed, counts[request_id], request_id in cached.resumed_req_ids)
 
 
 def num_layers(config: Any) -> int:

@@ -1,7 +1,8 @@
 """`HiddenStatesConnector`: a store-only KV connector of vLLM that moves no KV.
 
 Its scheduler half turns requests into orders and tells the workers how they ended; rows are taken by the tap, not by the connector.
-KV blocks are never held, prefix caching stays on: a request whose prompt rows are owed doesn't read the prefix cache, but fills it.
+KV blocks are never held, prefix caching stays on: a request whose prompt rows are owed doesn't read the prefix cache, but fills it;
+with `prefix_rows_bytes` it reads those blocks whose rows are on the host.
 
 Importing this module activates layertap in this process: vLLM imports it when, and only when, the connector is configured.
 """
@@ -20,11 +21,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from layertap.engines.vllm import activate, compat, worker
+from layertap.engines.vllm import activate, compat, prefix_cache, worker
 from layertap.engines.vllm.configured import configured
 from layertap.engines.vllm.messages import Finish, News, Order
 from layertap.engines.vllm.metrics import HiddenStatesProm, HiddenStatesStats, Reporter
 from layertap.engines.vllm.orders import CHOICES_KEY, ERROR_KEY, Asked, OrderDesk, handle
+from layertap.engines.vllm.prefix_plan import PrefixPlan
 from layertap.engines.vllm.stops import StopFinder
 from layertap.errors import EngineError
 from layertap.files.claims import taken_by_another
@@ -54,7 +56,9 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         assert found is not None
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._desk: OrderDesk | None = None
+        self._plan: PrefixPlan | None = None
         if role == KVConnectorRole.SCHEDULER:
+            self._plan = prefix_cache.make_plan(vllm_config, found)
             self._desk = OrderDesk(found, vllm_config.model_config.max_model_len)
         elif not worker.is_installed(vllm_config):
             raise EngineError(
@@ -102,7 +106,10 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         if order is None:
             return
         self._desk.reserve_tag(order, int((params or {}).get(CHOICES_KEY, 1)))
-        if order.spec.candidates.start < request.num_prompt_tokens - 1:
+        if self._plan is not None and not getattr(request, "resumable", False):
+            self._plan.admit(request.request_id, request, order.spec)
+            prefix_cache.attach(self._plan, request)
+        elif order.spec.candidates.start < request.num_prompt_tokens - 1:
             # rows of cached blocks aren't computed again; the last prompt token always is
             request.skip_reading_prefix_cache = True
         self._orders[request.request_id] = order
@@ -143,6 +150,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         order = self._orders.pop(request.request_id, None)
         if order is None:
             return None
+        if self._plan is not None:
+            self._plan.finish(request.request_id)
         finished = request.get_finished_reason()
         reason = "abort" if finished is None else str(finished)
         failure, tokens = None, list(request.all_token_ids)
@@ -179,7 +188,25 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """What happened since the last step."""
         news, self._news = self._news, News(step=self._news.step + 1)
+        if self._plan is not None:
+            try:
+                news.prefix = self._plan.plan(compat.scheduled(scheduler_output))
+            except Exception:  # raising would end the engine; captures that miss rows fail
+                logger.exception("layertap: rows of cached blocks")
+                self._plan.reset()
         return NewsMetadata(news)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Forget kept rows when workers lost some."""
+        stats = connector_output.kv_connector_stats
+        if self._plan is not None and stats is not None and stats.data.get("prefix_lost"):
+            self._plan.reset()
+
+    def reset_cache(self) -> bool:
+        """Forget kept rows."""
+        if self._plan is not None:
+            self._plan.reset()
+        return True
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Nothing is ever loaded."""
@@ -206,7 +233,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         """What changed since the last step, for vLLM's metrics."""
         try:
             if self.role == KVConnectorRole.SCHEDULER:
-                return self._reporter.report({"refused": self._num_refused})
+                kept = {} if self._plan is None else self._plan.counts()
+                return self._reporter.report({"refused": self._num_refused, **kept})
             counts = worker.tap_counts(self._engine_id)
             return None if counts is None else self._reporter.report(counts)
         except Exception:  # numbers aren't worth an engine

@@ -16,13 +16,20 @@ COUNTERS = {
     "bytes": "Bytes of rows in published files.",
     "files": "Files published.",
     "refused": "Requests with options that can't be honoured.",
+    "prefix_hits": "Rows of cached tokens that came from the host instead of being computed (prefix_rows_bytes).",
+    "prefix_misses": "Rows of prompts that were computed, since their blocks or their kept rows weren't there (prefix_rows_bytes).",
+    "prefix_evictions": "Blocks whose kept rows made room for others.",
+    "prefix_lost": "Requests whose failure cost kept rows; all are then forgotten.",
     "device_bytes": "Bytes of rows copied from the device.",
     "waited_seconds": "Seconds in which rows waited for the byte budget: the disk is slower than the engine.",
 }
 FAILURES = {
     "failures": "Requests whose hidden states were lost, by reason; their error files say why.",
 }
-GAUGES = {"in_flight_bytes": "Bytes of rows in memory that are in no file yet."}
+GAUGES = {
+    "in_flight_bytes": "Bytes of rows in memory that are in no file yet.",
+    "prefix_bytes": "Bytes of kept rows of cached blocks.",
+}
 
 
 class HiddenStatesStats(KVConnectorStats):  # type: ignore[misc]

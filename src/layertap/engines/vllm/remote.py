@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from layertap.engines.vllm.messages import Finish, Order
+from layertap.engines.vllm.messages import Finish, Order, PrefixNews
 from layertap.engines.vllm.shared import SharedCells
 from layertap.engines.vllm.tap import Step
 from layertap.engines.vllm.writer import FAILURES, WriterSetup
@@ -108,6 +108,14 @@ class RemoteCollector:
     def step(self, step: Step) -> None:
         """Hand over a step's rows."""
         self._outbox.put(("step", step))
+
+    def keep(self, news: PrefixNews) -> None:
+        """Keep rows of the step that is handed over next."""
+        self._outbox.put(("keep", news))
+
+    def reuse(self, number: int, news: PrefixNews) -> None:
+        """Deliver rows that were kept, behind those of step `number`."""
+        self._outbox.put(("reuse", (number, news)))
 
     def finish(self, finish: Finish) -> None:
         """All rows of the request were handed over."""

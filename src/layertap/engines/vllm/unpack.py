@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from layertap.assembly import Rows
 from layertap.engines.fp8 import put, storage
 from layertap.engines.vllm.bank import Bank, Gathered
-from layertap.engines.vllm.messages import Finish, Order
+from layertap.engines.vllm.messages import Finish, Order, PrefixNews, Reuse
+from layertap.engines.vllm.prefix_rows import PrefixRows
 from layertap.engines.vllm.rowmap import SKIP, Chunk, Want
 from layertap.engines.vllm.tap import Step
 from layertap.writing.recorder import describe
@@ -89,6 +90,8 @@ class Unpacker:
         self._banks: dict[int, Bank] = {}
         self._taps = frozenset(taps)
         self._dtype = dtype
+        self._prefix: PrefixRows | None = None
+        self.prefix_lost = 0
         self._running: dict[str, Running] = {}
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="layertap-unpacker", daemon=True)
@@ -118,11 +121,26 @@ class Unpacker:
         """Hand over a step's rows."""
         self._queue(lambda: self._take(step))
 
+    def keep(self, news: PrefixNews) -> None:
+        """Keep rows of the step that is handed over next."""
+        self._queue(lambda: self._keep(news))
+
+    def reuse(self, number: int, news: PrefixNews) -> None:
+        """Deliver rows that were kept, behind those of step `number`."""
+
+        def task() -> None:
+            for reuse in news.reuses:
+                self._reuse(number, reuse)
+
+        self._queue(task)
+
     def finish(self, finish: Finish) -> None:
         """This worker has handed over all rows of the request."""
 
         def task() -> None:
             self._emit_gathered(finish.request_id)
+            if self._prefix is not None:
+                self._prefix.forget(finish.request_id)
             self.end(self._running.pop(finish.request_id, None), finish)
 
         self._queue(task)
@@ -186,7 +204,8 @@ class Unpacker:
         singles: dict[int, list[Chunk]] = {}
         for chunk in step.chunks:
             running = self._running.get(chunk.request_id)
-            if chunk.stop - chunk.first == 1 and running is not None and running.failure is None:
+            single = chunk.stop - chunk.first == 1 and not self._keeps(chunk.request_id)
+            if single and running is not None and running.failure is None:
                 singles.setdefault(chunk.num_layers, []).append(chunk)
             else:
                 others.append(chunk)
@@ -261,6 +280,8 @@ class Unpacker:
             self._lose(chunk.request_id, "the engine's positions of one chunk aren't consecutive")
             return
         data = step.cells[cells].reshape(num_rows, chunk.num_layers, -1)
+        if self._prefix is not None:
+            self._prefix.put(chunk.request_id, start, input_ids[tokens], data)
         converted = convert(data, self._dtype, running.order.spec.dtype)
         for first, stop, slots in running.runs:
             held = converted is data
@@ -276,10 +297,45 @@ class Unpacker:
             )
             self.emit(running, rows)
 
+    def _keep(self, news: PrefixNews) -> None:
+        for fill in news.fills:
+            running = self._running.get(fill.request_id)
+            if running is not None:
+                held = [layer for layer in running.order.spec.layers if layer in self._taps]
+                self._slots_of(news).begin(fill, held)
+
+    def _keeps(self, request_id: str) -> bool:
+        return self._prefix is not None and self._prefix.expects(request_id)
+
+    def _slots_of(self, news: PrefixNews) -> PrefixRows:
+        if self._prefix is None:
+            self._prefix = PrefixRows(news.num_slots, news.block_size, news.cell_bytes)
+        return self._prefix
+
+    def _reuse(self, number: int, reuse: Reuse) -> None:
+        running = self._running.get(reuse.request_id)
+        if running is None or running.failure is not None:
+            return
+        layers = running.order.spec.layers
+        columns = [slot for slot, layer in enumerate(layers) if layer in self._taps]
+        try:
+            if self._prefix is None:
+                raise LookupError("rows of cached blocks were never kept")
+            for start, input_ids, cells in self._prefix.take(reuse, columns):
+                data = convert(cells, self._dtype, running.order.spec.dtype)
+                for first, stop, slots in running.runs:
+                    rows = Rows(step=number, start=start, input_ids=input_ids, slots=slots, data=data[:, first:stop])
+                    self.emit(running, rows)
+        except Exception as exc:
+            logger.exception("layertap: rows of request %s are lost", reuse.request_id)
+            self._lose(reuse.request_id, describe(exc))
+
     def _lose(self, request_id: str, reason: str) -> None:
         running = self._running.get(request_id)
         if running is not None and running.failure is None:
             running.failure = reason
+            if self._prefix is not None:  # the scheduler's side takes for kept what was to be
+                self.prefix_lost += 1
             self.fail(running, reason)
 
     def _fail_all(self) -> None:

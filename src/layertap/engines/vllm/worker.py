@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from layertap.engines.vllm import compat
+from layertap.engines.vllm import compat, prefix_cache
 from layertap.engines.vllm.collector import Collector
 from layertap.engines.vllm.configured import Configured, configured
 from layertap.engines.vllm.layers import Blocks, find_blocks
@@ -94,6 +94,7 @@ def install(worker: Any, found: Configured) -> None:
     config, runner = worker.vllm_config, worker.model_runner
     compat.check_version()
     compat.check_config(config)
+    prefix_cache.check(config, found)
     model = runner.get_model()
     name = f"{config.model_config.model} ({type(model).__name__})"
     blocks = find_blocks(model, found.num_layers, config.compilation_config.static_forward_context)
@@ -242,14 +243,14 @@ class WorkerTap:
                 self._wants.pop(item.request_id, None)
                 self.unpacker.finish(item)
 
-    def counts(self) -> dict[str, float] | None:
-        """For metrics; None on pipeline stages that don't publish."""
+    def counts(self) -> dict[str, float]:
+        """For metrics; a pipeline stage that doesn't publish says only what it lost."""
         if isinstance(self.unpacker, RemoteCollector):
             counts = self.unpacker.counts()
         elif isinstance(self.unpacker, Collector):
-            counts = counts_of(self.unpacker.recorder)
+            counts = counts_of(self.unpacker)
         else:
-            return None
+            return {"prefix_lost": self.unpacker.prefix_lost}
         return {**counts, "device_bytes": self.tap.counts.bytes_copied}
 
     def close(self) -> None:
@@ -268,12 +269,14 @@ class WorkerTap:
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             if v2 and compat.is_dummy_call((scheduler_output, *args), kwargs):
                 return original(scheduler_output, *args, **kwargs)
-            number = -1
+            number, news = -1, None
             try:
                 news = news_of(scheduler_output.kv_connector_metadata)
                 if news is not None:
                     number = news.step
                     self.apply(news.items)
+                    if news.prefix is not None:
+                        self.unpacker.keep(news.prefix)
             except Exception as exc:  # noqa: BLE001 - logged; it costs rows, never the engine
                 self._lose_all(exc)
             try:
@@ -285,6 +288,8 @@ class WorkerTap:
                 step = self.tap.end(number)
                 if step is not None:
                     self.unpacker.step(step)
+                if news is not None and news.prefix is not None:
+                    self.unpacker.reuse(number, news.prefix)
                 self.unpacker.wait_for_admissions(_ADMISSION_SECONDS)
             except Exception as exc:  # noqa: BLE001 - logged; it costs rows, never the engine
                 self._lose_all(exc)

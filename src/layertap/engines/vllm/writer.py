@@ -62,9 +62,11 @@ class WriterSetup:
     gather: GatherRoom
 
 
-def counts_of(recorder: Recorder) -> dict[str, float]:
+def counts_of(collector: Collector) -> dict[str, float]:
     """The recorder's numbers, by the names of `metrics`."""
+    recorder = collector.recorder
     return {
+        "prefix_lost": collector.prefix_lost,
         "rows": recorder.counts.rows,
         "bytes": recorder.counts.num_bytes,
         "files": recorder.counts.published,
@@ -116,6 +118,10 @@ class Writer:
         elif kind == "finish":
             finish: Finish = content
             self._collector.finish(finish)
+        elif kind == "keep":
+            self._collector.keep(content)
+        elif kind == "reuse":
+            self._collector.reuse(*content)
         elif kind == "lose":
             self._collector.lose(*content)
         else:
@@ -127,7 +133,7 @@ class Writer:
                 number,
                 [Chunk(*chunk) for chunk in chunks],
                 self._ring.array[first:stop],
-                lambda: self._send(("free", (key, counts_of(self._recorder)))),
+                lambda: self._send(("free", (key, counts_of(self._collector)))),
                 torch.from_numpy(np.asarray(facts)),
                 first,
             )
