@@ -114,6 +114,7 @@ SURFACE = {
         "--no-use-synchronization-lock",
         "--num-writer-threads",
         "--port",
+        "--prefix-rows-bytes",
         "--revision",
         "--save-dtype",
         "--served-model-name",

@@ -19,15 +19,19 @@ sys.path.insert(0, {folder!r})
 import running
 if __name__ == "__main__":
     from pathlib import Path
-    with running.running(Path({checkpoint!r}), Path({storage!r}), **{options!r}) as llm:
-        outputs = llm.generate(running.prompts([5, 90, 33, 120]), [
-            running.params(7, include_output_tokens=True),
-            running.params(7, include_output_tokens=True, layers=[4, 0, 2]),
-            running.params(1, layers=[1], positions="last"),
-            running.params(3, positions=[2, 70]),
-        ], use_tqdm=False)
+    extra = {{"prefix_rows_bytes": 10_000_000}}
+    with running.running(Path({checkpoint!r}), Path({storage!r}), extra, **{options!r}) as llm:
+        outputs = []
+        for _ in range(2):  # the second time with rows that were kept
+            outputs += llm.generate(running.prompts([5, 90, 33, 120]), [
+                running.params(7, include_output_tokens=True),
+                running.params(7, include_output_tokens=True, layers=[4, 0, 2]),
+                running.params(1, layers=[1], positions="last"),
+                running.params(3, positions=[2, 70]),
+            ], use_tqdm=False)
     found = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs]
-    print("\\nRESULT", json.dumps([found, [o.kv_transfer_params for o in outputs]]), flush=True)
+    cached = [o.num_cached_tokens for o in outputs]
+    print("\\nRESULT", json.dumps([found, [o.kv_transfer_params for o in outputs], cached]), flush=True)
 """
 
 
@@ -49,7 +53,7 @@ def test_files_of_several_processes_equal_the_oracle(options, environment, check
             folder=str(Path(__file__).parent),
             checkpoint=str(checkpoint),
             storage=str(tmp_path / "states"),
-            options=options,
+            options={"block_size": 32, **options},
         )
     )
     binding = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "OMP_NUM_THREADS": "1"} if "parallel" in str(options) else {}
@@ -66,8 +70,9 @@ def test_files_of_several_processes_equal_the_oracle(options, environment, check
     )
     assert done.returncode == 0, done.stderr[-4000:]
     result = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))  # vLLM logs to stdout too
-    tokens, handles = json.loads(result.removeprefix("RESULT "))
+    tokens, handles, cached = json.loads(result.removeprefix("RESULT "))
     model = running.load_oracle("llama", checkpoint)
     spans = [(slice(None), range(5)), (slice(None), [4, 0, 2]), (slice(32, 33), [1]), (slice(2, 70), range(5))]
-    for ids, handle, (rows, layers) in zip(tokens, handles, spans, strict=True):
+    assert cached == [0, 0, 0, 0, 0, 64, 32, 0]  # a block that is owed in part, positions 2 to 31, isn't kept
+    for ids, handle, (rows, layers) in zip(tokens, handles, 2 * spans, strict=True):
         running.check_file(model, handle["hidden_states_path"], ids[:-1], rows=rows, layers=layers)

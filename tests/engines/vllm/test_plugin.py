@@ -12,6 +12,7 @@ _SNAPSHOT = """
 import json, sys
 import vllm
 from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -22,6 +23,7 @@ def patched():
     found = {
         "init_device": owner(WorkerWrapperBase.init_device),
         "compute_hash": owner(VllmConfig.compute_hash),
+        "get_computed_blocks": owner(KVCacheManager.get_computed_blocks),
         "process_inputs": owner(InputProcessor.process_inputs),
     }
     return {name: where for name, where in found.items() if "layertap" in where}
@@ -139,7 +141,7 @@ print(json.dumps({
 }))
 """)
     assert found == {
-        "patched": ["compute_hash", "init_device", "process_inputs"],
+        "patched": ["compute_hash", "get_computed_blocks", "init_device", "process_inputs"],
         "twice": True,
         "hma": True,
         "piecewise": False,
@@ -155,7 +157,7 @@ print(json.dumps(sorted(patched())))
 """,
         LAYERTAP_VLLM_ACTIVE="1",
     )
-    assert found == ["compute_hash", "init_device", "process_inputs"]
+    assert found == ["compute_hash", "get_computed_blocks", "init_device", "process_inputs"]
 
 
 def test_registering_never_raises(monkeypatch):

@@ -4,6 +4,7 @@ One engine with chunks of 64 tokens, a KV cache that is too small for its load a
 """
 
 import random
+from types import SimpleNamespace
 
 import checkpoints
 import pytest
@@ -11,7 +12,7 @@ import running
 from running import check_file, params, prompts
 
 from layertap import load_hidden_states
-from layertap.errors import HiddenStatesError
+from layertap.errors import EngineError, HiddenStatesError, OptionError
 
 BLOCK = 32
 LIMIT = 300_000
@@ -173,3 +174,35 @@ def test_what_is_kept_shows_in_vllms_metrics(llm):
     reported = scheduler_of(llm).connector._reporter._last
     assert {"prefix_hits", "prefix_misses", "prefix_evictions", "prefix_bytes"} <= reported.keys()
     assert reported["prefix_misses"] > 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "changes", "error", "message"),
+    [
+        (64 << 50, {}, OptionError, "more than this machine's memory"),
+        (2191, {}, OptionError, "don't hold one block's rows of one layer, which take 2192"),
+        (1 << 20, {"caching": False}, EngineError, "prefix caching is off"),
+        (1 << 20, {"shared": True}, EngineError, "not inside MultiConnector"),
+    ],
+)
+def test_where_it_cant_work_the_start_is_refused_with_one_sentence(limit, changes, error, message):
+    import torch
+
+    from layertap.capture.options import StoreOptions
+    from layertap.engines.vllm import prefix_cache
+    from layertap.engines.vllm.configured import Configured
+
+    found = Configured(
+        options=StoreOptions(prefix_rows_bytes=limit),
+        layers=(1,),
+        num_layers=4,
+        hidden_size=64,
+        dtype="float32",
+        shared=changes.get("shared", False),
+    )
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=16, enable_prefix_caching=changes.get("caching", True)),
+        model_config=SimpleNamespace(dtype=torch.bfloat16, is_hybrid=False),
+    )
+    with pytest.raises(error, match=message):
+        prefix_cache.make_plan(config, found)

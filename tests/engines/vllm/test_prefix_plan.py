@@ -83,16 +83,16 @@ class Engine:
             count = min(count, len(request.tokens) - request.computed)
             scheduled.append(Scheduled(name, request.computed, count, request.fresh))
             request.fresh = False
-        for name, computed, count, _ in scheduled:  # vLLM's cache knows a block as soon as it is scheduled
-            self.cached.update(self.requests[name].block_hashes[: (computed + count) // BLOCK])
+        for one in scheduled:  # vLLM's cache knows a block as soon as it is scheduled
+            self.cached.update(self.requests[one.request_id].block_hashes[: (one.computed + one.count) // BLOCK])
         news = self.plan.plan(scheduled)
         assert self.plan.counts()["prefix_bytes"] <= self.limit
         if news is not None and self.slots is None:
             self.slots = PrefixRows(news.num_slots, news.block_size, news.cell_bytes)
         for fill in () if news is None else news.fills:
             self.slots.begin(fill, self.requests[fill.request_id].spec.layers)
-        for name, computed, count, _ in scheduled:
-            self.compute(self.requests[name], computed, count)
+        for one in scheduled:
+            self.compute(self.requests[one.request_id], one.computed, one.count)
         for reuse in () if news is None else news.reuses:
             self.deliver(self.requests[reuse.request_id], reuse)
 
