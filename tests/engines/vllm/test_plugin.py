@@ -116,6 +116,8 @@ print(json.dumps({{"looked at": len(before), "idle": idle, "configured": changed
     # the comparison does see what is patched where the connector is configured, and there is no more of it
     assert found["configured"] == [
         "vllm.config.vllm.VllmConfig.compute_hash",
+        "vllm.v1.core.kv_cache_manager.KVCacheManager.get_computed_blocks",
+        "vllm.v1.core.kv_cache_manager.KVCacheManager.reset_prefix_cache",
         "vllm.v1.engine.core.EngineCore.__init__",
         "vllm.v1.engine.input_processor.InputProcessor.process_inputs",
         "vllm.v1.executor.abstract.Executor.get_class",

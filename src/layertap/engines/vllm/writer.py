@@ -148,7 +148,7 @@ class Writer:
             self._tell_counts()
 
     def _tell_counts(self) -> None:
-        counts = counts_of(self._recorder)
+        counts = counts_of(self._collector)
         if counts != self._told:
             self._told = counts
             self._send(("counts", counts))
