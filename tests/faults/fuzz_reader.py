@@ -27,8 +27,6 @@ _FOLDER = Path(tempfile.mkdtemp(prefix="layertap-fuzz-"))
 _PATH = _FOLDER / "fuzzed.safetensors"
 
 
-_FIELDS = ("shape", "dtype", "data_offsets", "layers", "first_position", "prompt_len", "num_tokens", "num_layers", "row_digests",
-           "layertap_format", "model", "engine", "digest", "positions", "new")  # fmt: skip
 _NUMBERS = (-1, 0, 1, 2, 3, 8, 48, 2**31, 2**32, 2**53, 2**63 - 1, 2**64, 10**40)
 _templates: list[tuple[dict, bytes]] = []
 
@@ -50,9 +48,12 @@ def _changed(given) -> bytes:
     template, rest = given.PickValueInList(_templates)
     parsed = json.loads(json.dumps(template))
     for _ in range(given.ConsumeIntInRange(1, 4)):
-        name = given.PickValueInList(list(_FIELDS))
-        place = parsed[given.PickValueInList(["__metadata__", "hidden_states", "token_ids"])]
-        place[name] = _value(given, place.get(name), 0)
+        where = given.PickValueInList(["__metadata__", "hidden_states", "token_ids"])
+        place = parsed[where]
+        name = given.PickValueInList([*place, "new"]) if given.ConsumeIntInRange(0, 9) else given.ConsumeUnicode(8)
+        value = _value(given, _unpacked(place.get(name)), 0)
+        # the metadata of a safetensors file are texts, some of them JSON
+        place[name] = value if where != "__metadata__" or isinstance(value, str) else json.dumps(value)
     try:  # the digest that decode_header will compute
         header = fmt._decode_fields(parsed, dict(parsed["__metadata__"]), 0)
         raw = header.row_digests.tobytes()
@@ -61,6 +62,13 @@ def _changed(given) -> bytes:
         pass
     body = json.dumps(parsed).encode()
     return struct.pack("<Q", len(body)) + body + rest[: given.ConsumeIntInRange(0, len(rest)) or None]
+
+
+def _unpacked(value):
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _value(given, old, depth: int):
