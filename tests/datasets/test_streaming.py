@@ -82,6 +82,15 @@ def test_items_are_those_that_extraction_makes(server, storage, checkpoint, chat
     assert not rows_left(storage)
 
 
+def test_fp8_rows_come_with_the_scales_that_make_them_numbers(server, checkpoint, chats):
+    exact = stream(server, chats, tokenizer=str(checkpoint))
+    short = stream(server, chats, tokenizer=str(checkpoint), save_dtype="fp8_e4m3")
+    for item, small in zip(islice(exact, 2), islice(short, 2), strict=True):
+        assert small["hidden_states"].dtype == torch.float8_e4m3fn
+        numbers = small["hidden_states"].float() * small["hidden_states_scale"][:, :, None]
+        torch.testing.assert_close(numbers, item["hidden_states"], rtol=0.07, atol=0.01)
+
+
 def test_no_more_is_asked_for_than_may_be_ahead_and_leaving_early_leaves_nothing(server, storage, checkpoint, chats):
     Counting.asked = 0
     samples = stream(server, chats, tokenizer=str(checkpoint), max_ahead=3, connect=lambda: Counting(server))

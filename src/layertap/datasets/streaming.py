@@ -225,7 +225,7 @@ class ServerStream(IterableDataset[DatasetItem]):
         count, first = len(loaded.token_ids), len(prompt.token_ids)
         if self._answers:
             mask = ((first, count),) if self._loss_mask else None
-        return DatasetItem(
+        item = DatasetItem(
             index=record.index,
             hidden_states=tensors["hidden_states"],
             token_ids=tensors["token_ids"],
@@ -233,6 +233,9 @@ class ServerStream(IterableDataset[DatasetItem]):
             loss_mask=None if mask is None else _as_mask(mask, count),
             positions=torch.arange(info.first_position, info.first_position + count),
         )
+        if "hidden_states_scale" in tensors:
+            item["hidden_states_scale"] = tensors["hidden_states_scale"]
+        return item
 
     def _compare(self, prompt: Prompt, token_ids: list[int]) -> None:
         asked = prompt.token_ids
