@@ -1,5 +1,6 @@
 """`/metrics`: true numbers, and a dashboard that asks for what is there."""
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 from captures import HandCapture
 from prometheus_client.parser import text_string_to_metric_families
 
-from layertap import load_hidden_states
+from layertap import HiddenStatesError, load_hidden_states
+from layertap.engines.transformers.row_tap import _Group
 from layertap.serving.server import run_background
 from layertap.serving.settings import ServerSettings
 
@@ -68,6 +70,27 @@ def test_what_was_done_is_what_is_counted(fresh):
     assert after[("layertap_store_quota_bytes",)] == 50_000_000
     assert 0 < after[("layertap_store_used_bytes",)] < 50_000
     assert after[("layertap_bytes_in_flight",)] == after[("layertap_store_reserved_bytes",)] == 0
+
+
+def test_spot_checks_are_counted_and_a_failed_one_says_why(fresh, monkeypatch):
+    checks = fresh.state.front.engine.spot_checks
+    monkeypatch.setattr(checks["generate"], "one_in", 1)
+    monkeypatch.setattr(checks["generate"], "_until_next", -1)
+    before = scrape(fresh)
+    body = {"prompt": "right and wrong", "max_tokens": 4, "ignore_eos": True}
+    ask = functools.partial(httpx.post, f"{fresh.url}/v1/completions", json=body, timeout=60)
+    load_hidden_states(ask().json()["choices"][0]["kv_transfer_params"]["hidden_states_path"])
+    real = _Group._rows
+    monkeypatch.setattr(_Group, "_rows", lambda self, hidden: real(self, hidden.roll(1, dims=0)))
+    wrong = ask().json()["choices"][0]["kv_transfer_params"]["hidden_states_path"]
+    with pytest.raises(HiddenStatesError, match="the spot check computed the sequence again"):
+        load_hidden_states(wrong)
+    after = scrape(fresh)
+    for outcome in ("passed", "failed"):
+        key = ("layertap_spot_checks_total", *sorted(("generate", outcome)))
+        assert after[key] - before[key] == 1
+    assert after[("layertap_spot_checks_total", "extract", "failed")] == 0
+    assert after[("layertap_spot_check_worst_error", "generate")] > 0.1
 
 
 def test_a_path_of_a_clients_choice_makes_no_new_series(fresh):

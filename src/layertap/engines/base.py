@@ -1,6 +1,6 @@
 """What an engine is to everybody else: the model's facts, the jobs it takes, and the protocol."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -125,8 +125,28 @@ class GenerateJob:
     on_delta: Callable[[Delta], None]
 
 
+class SpotCounts(Protocol):
+    """What came of spot checks."""
+
+    @property
+    def checked(self) -> int:
+        """Sequences that were computed twice."""
+
+    @property
+    def failed(self) -> int:
+        """How many of them differed; they were not delivered."""
+
+    @property
+    def worst(self) -> float:
+        """The largest median error of a layer so far."""
+
+
 class Engine(Protocol):
     """An embedded engine. All methods are thread-safe."""
+
+    @property
+    def spot_checks(self) -> Mapping[str, SpotCounts]:
+        """By kind of work, "extract" and "generate"."""
 
     @property
     def info(self) -> ModelInfo:

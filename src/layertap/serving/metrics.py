@@ -117,6 +117,20 @@ class Metrics:
         for reason in KINDS:
             failures.add_metric([reason], totals.failures.get(reason, 0))
         yield failures
+        checks = CounterMetricFamily(
+            "layertap_spot_checks",
+            "Sequences that were computed a second time, by outcome.",
+            labels=["kind", "outcome"],
+        )
+        worst = GaugeMetricFamily(
+            "layertap_spot_check_worst_error", "Largest median relative error of a layer.", labels=["kind"]
+        )
+        for kind, counts in self._front.engine.spot_checks.items():
+            checks.add_metric([kind, "passed"], counts.checked - counts.failed)
+            checks.add_metric([kind, "failed"], counts.failed)
+            worst.add_metric([kind], counts.worst)
+        yield checks
+        yield worst
         yield _gauge("layertap_bytes_in_flight", "Bytes of rows in memory, in no file yet.", budget.in_flight_bytes)
         yield _gauge("layertap_bytes_in_flight_limit", "What of them may be.", budget.limit_bytes)
         yield CounterMetricFamily(

@@ -49,6 +49,20 @@ class Counts:
         return sum(list(self.failures.values()))
 
 
+@dataclass(frozen=True, slots=True)
+class FinalCheck:
+    """What an engine wants to see of stored rows before they are published.
+
+    Attributes:
+        positions: which rows.
+        judge: gets them, uint8 [rows, layers, bytes of a slot]; returns the reason not to publish, or None. Called on a writer
+            thread.
+    """
+
+    positions: range
+    judge: Callable[[NDArray[np.uint8]], str | None]
+
+
 class Capture:
     """One sequence's way through the corridor. Thread-safe.
 
@@ -134,7 +148,11 @@ class Capture:
             self._sink.write(piece, rows.input_ids[part], None if rows.digests is None else rows.digests[part])
 
     def finish(
-        self, token_ids: Sequence[int] | NDArray[np.int64], finish_reason: str, facts: Mapping[str, str] | None = None
+        self,
+        token_ids: Sequence[int] | NDArray[np.int64],
+        finish_reason: str,
+        facts: Mapping[str, str] | None = None,
+        check: FinalCheck | None = None,
     ) -> "Future[Result]":
         """Check and publish, behind the rows that were added.
 
@@ -142,6 +160,7 @@ class Capture:
             token_ids: the final tokens of the sequence, prompt and output.
             finish_reason: "stop", "length", "prefill", ...
             facts: more for the file's metadata.
+            check: has to agree, too.
 
         Returns:
             The future `result`: a `Result`, or the reason as an exception.
@@ -158,6 +177,8 @@ class Capture:
                     all_facts["replayed_rows"] = str(self._assembly.replayed_rows)
                 first_row, owed_ids = owed.start - self._assembly.base, final[owed.start : owed.stop]
                 self._checks.settle(first_row, owed_ids, self._sink.read_back)
+                if check is not None:
+                    self._ask(check)
                 result = self._sink.finish(first_row, owed_ids, owed.start, len(final), all_facts)
             except Exception as exc:  # noqa: BLE001 - told to the reader and to whoever holds the future
                 self._end_failed(exc)
@@ -168,6 +189,12 @@ class Capture:
 
         self._end(publish)
         return self.result
+
+    def _ask(self, check: FinalCheck) -> None:
+        rows = np.stack([self._sink.read_back(position - self._assembly.base) for position in check.positions])
+        trouble = check.judge(rows)
+        if trouble is not None:
+            raise EngineError(trouble)
 
     def fail(self, reason: str | BaseException) -> None:
         """Give up: the reader gets the reason, what was written is dropped. Idempotent; nothing happens after `finish`."""

@@ -44,7 +44,8 @@ class TransformersEngine:
         max_model_len: a lower limit on the length of sequences.
         max_num_batched_tokens: most tokens of a shared forward of `extract`; None chooses for the device.
         generation: how much memory and how many sequences generation may take.
-        spot_check: one prompt of `extract` in so many is computed a second time, alone, and compared; 0 is never.
+        spot_check: one prompt of `extract` in so many, and one generated sequence with rows in so many, is computed a second
+            time, alone, and compared; 0 is never.
 
     Raises:
         ModelError: the model can't be loaded.
@@ -97,10 +98,12 @@ class TransformersEngine:
         )
 
         self._extractor.spot_check.one_in = spot_check
+        self.spot_checks = {"extract": self._extractor.spot_check, "generate": SpotCheck(one_in=spot_check)}
+        """By kind of work: which sequences were computed twice, and what came of it."""
 
     @property
     def spot_check(self) -> SpotCheck:
-        """Which prompts of `extract` were computed twice, and what came of it."""
+        """That of `extract`."""
         return self._extractor.spot_check
 
     @cached_property
@@ -153,7 +156,9 @@ class TransformersEngine:
                 raise EngineError("the engine is closed")
             if self._generator is None:
                 model = self.weights.at_least(self.info.num_layers, complete=True)
-                self._generator = Generator(model, self.tokenizer, self.info, options=self._generation_options)
+                self._generator = Generator(
+                    model, self.tokenizer, self.info, self._generation_options, self.spot_checks["generate"]
+                )
             return self._generator
 
     def verdict(self) -> Verdict:

@@ -262,7 +262,9 @@ class Extractor:
                 self._passes.run("alone", [job.token_ids], [positions], layers, again)
         except torch.OutOfMemoryError:  # beside the next batch there may be no room; the next one in turn is checked
             return None
-        trouble = self.spot_check.compare(rows, again.to(rows.device), layers, self._weights.source.dtype)
+        trouble = self.spot_check.compare(
+            rows, again.to(rows.device), layers, self._weights.source.dtype, positions.start
+        )
         if trouble is not None:
             logger.error("prompt %d: %s", job.index, trouble)
         return trouble

@@ -20,13 +20,16 @@ from torch import Tensor, nn
 from layertap.engines.base import Delta, GenerateJob, ModelInfo
 from layertap.engines.transformers.batching import BatchedStepper, kv_bytes_per_token
 from layertap.engines.transformers.bench import Bench
+from layertap.engines.transformers.generation_check import GenerationCheck
 from layertap.engines.transformers.running import Running, as_error, start
 from layertap.engines.transformers.sampler import Draw, sample
 from layertap.engines.transformers.single import SingleStepper
+from layertap.engines.transformers.spot_check import SpotCheck
 from layertap.engines.transformers.stepping import Step, Stepper
 from layertap.engines.transformers.stopping import Finish
 from layertap.engines.transformers.trial import Verdict, find_way
 from layertap.errors import EngineError, OptionError, UnsupportedModelError
+from layertap.writing.recorder import Capture
 
 __all__ = ["GenerationOptions", "Generator"]
 
@@ -60,6 +63,7 @@ class Generator:
         tokenizer: for text and stop strings; None generates tokens only.
         info: the model's facts.
         options: sizes.
+        spot_check: which finished sequences are computed again, and what came of it; none without it.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Generator:
         tokenizer: Any,
         info: ModelInfo,
         options: GenerationOptions | None = None,
+        spot_check: SpotCheck | None = None,
     ) -> None:
         self._bench = Bench(model, info.num_layers, info.hidden_size, info.vocab_size)
         self._tokenizer = tokenizer
@@ -79,6 +84,8 @@ class Generator:
             self._shared.seed()
         else:
             self._shared.manual_seed(self._options.seed)
+        self._spot_check = spot_check or SpotCheck(one_in=0)
+        self._check: GenerationCheck | None = None
         self._deciding = threading.Lock()
         self._verdict: Verdict | None = None
         self._stepper: Stepper | None = None
@@ -283,7 +290,7 @@ class Generator:
         """Settle the capture, then tell the caller; afterwards the id is free."""
         if job.capture is not None:
             if finish.reason in ("stop", "length"):
-                job.capture.finish(token_ids, finish.reason)
+                self._finish(job.capture, token_ids, finish.reason)
             else:
                 job.capture.fail(error if error is not None else "the request was aborted")
         with self._wake:
@@ -293,6 +300,17 @@ class Generator:
             job.on_delta(last if last is not None else Delta(finish_reason=finish.reason, error=error))
         except Exception:
             logger.exception("the callback of request %s raised", job.request_id)
+
+    def _finish(self, capture: Capture, token_ids: list[int], reason: str) -> None:
+        try:
+            if self._check is None:
+                self._check = GenerationCheck(self._spot_check, self._bench.model, self.verdict)
+            check = self._check.of(capture.spec, token_ids)
+        except Exception as error:
+            logger.exception("a generated sequence couldn't be computed again")
+            capture.fail(f"the spot check couldn't compute the sequence again: {type(error).__name__}: {error}")
+        else:
+            capture.finish(token_ids, reason, check=check)
 
     def _restart(self, error: Exception) -> None:
         """A forward failed: those in it are told, the next job gets a fresh cache."""

@@ -1,4 +1,4 @@
-"""One prompt in many is computed a second time, alone, and compared with the rows that are about to be saved.
+"""One sequence in many is computed a second time, alone, and compared with the rows that are about to be saved.
 
 What no check of single rows can see (rows of two requests swapped, a layer off by one, another sequence leaking in) shows here.
 Right rows differ by rounding, and now and then a router that stands between two experts falls to the other side; so a sample fails
@@ -8,7 +8,8 @@ only if more than a fiftieth of its rows in some layer are far off.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,10 +24,10 @@ _SHARE = 0.02
 
 @dataclass(slots=True)
 class SpotCheck:
-    """Which prompts are computed again, and what came of it.
+    """Which sequences are computed again, and what came of it. `compare` may be called from any thread.
 
     Attributes:
-        one_in: every so-manieth prompt, from a random one on; 0 is never.
+        one_in: every so-manieth sequence, from a random one on; 0 is never.
         checked: how many were.
         failed: how many of them differed.
         worst: the largest median error of a layer so far.
@@ -37,9 +38,10 @@ class SpotCheck:
     failed: int = 0
     worst: float = 0.0
     _until_next: int = -1
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def due(self) -> bool:
-        """Whether the next prompt is one of them."""
+        """Whether the next sequence is one of them."""
         if self.one_in <= 0:
             return False
         if self._until_next < 0:
@@ -50,21 +52,30 @@ class SpotCheck:
         self._until_next = self.one_in - 1
         return True
 
-    def compare(self, rows: Tensor, again: Tensor, layers: tuple[int, ...], compute_dtype: torch.dtype) -> str | None:
+    def compare(
+        self,
+        rows: Tensor,
+        again: Tensor,
+        layers: tuple[int, ...],
+        compute_dtype: torch.dtype,
+        first_position: int = 0,
+    ) -> str | None:
         """Compare [rows, layers, hidden] or fp8 slots; the reason why the sample can't be delivered, or None."""
-        self.checked += 1
         exact, given = (dequantize(part) if is_quantized(part) else part.double() for part in (again, rows))
         errors = (exact - given).norm(dim=-1) / exact.norm(dim=-1).clamp_min(1e-30)
         errors = errors.nan_to_num(nan=float("inf"))
-        self.worst = max(self.worst, float(errors.median(dim=0).values.max()))
         far = errors > max(_FAR.get(rows.dtype, 0.3), _FAR.get(compute_dtype, 0.3))
         too_many = far.sum(dim=0) > int(_SHARE * len(errors))
-        if not bool(too_many.any()):
+        wrong = bool(too_many.any())
+        with self._lock:
+            self.checked += 1
+            self.failed += wrong
+            self.worst = max(self.worst, float(errors.median(dim=0).values.max()))
+        if not wrong:
             return None
-        self.failed += 1
         slot = int(too_many.nonzero()[0])
         row = int(errors[:, slot].argmax())
         return (
-            f"the spot check computed the prompt again, alone, and got other rows: {int(far[:, slot].sum())} of {len(errors)} in "
-            f"layer {layers[slot]}, worst row {row} (relative error {float(errors[row, slot]):.2g})"
+            f"the spot check computed the sequence again, alone, and got other rows: {int(far[:, slot].sum())} of {len(errors)} in "
+            f"layer {layers[slot]}, worst at position {first_position + row} (relative error {float(errors[row, slot]):.2g})"
         )
