@@ -36,7 +36,7 @@ import torch
 import transformers
 
 import layertap
-from layertap.engines.transformers.packing import Item, Packer, batches
+from layertap.engines.transformers.packing import Item, Packer
 from layertap.engines.transformers.passes import Passes
 
 TARGETS = {"extract / bare": 0.97, "extract / one_by_one": 1.15, "extract / padded_8": 1.8, "early / extract_all": 6.0}
@@ -109,7 +109,10 @@ class Runs:
         """Our packed forward over all blocks, nothing taken."""
         packer: Packer[list[int]] = Packer(self.routes.way, self.budget, self.routes.max_together)
         nothing = torch.empty(0, 1, self.llm.info.hidden_size)
-        for batch in batches((Item(p, len(p)) for p in self.prompts), packer):
+        for prompt in self.prompts:
+            packer.push(Item(prompt, len(prompt)))
+        while len(packer):
+            batch = packer.pop()
             sequences = [item.value for item in batch.items]
             self.passes.run(batch.way, sequences, [range(0)] * len(sequences), [self.num_layers], nothing)
 
