@@ -65,6 +65,7 @@ SURFACE = {
         "input",
         "model",
     ],
+    "import": ["--from", "--layers", "--model", "--num-layers", "--out", "--quiet", "-q", "folder"],
     "inspect": ["--plot", "--sample", "--tokenizer", "--top", "path"],
     "plan": [
         "--device",

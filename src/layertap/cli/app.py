@@ -16,6 +16,7 @@ COMMANDS = {
     "verify": "layertap.cli.verify:verify",
     "doctor": "layertap.cli.doctor:doctor",
     "export": "layertap.cli.export:export",
+    "import": "layertap.cli.import_:import_",
     "clean": "layertap.cli.clean:clean",
 }
 """Name -> function, in the order of the help. The modules are cheap to import; the work behind them isn't."""

@@ -90,7 +90,7 @@ def view_sample(folder: Path, position: int) -> SampleView:
         "input index": str(entry.index),
         "file": f"{entry.file} rows {entry.row} to {entry.row + entry.tokens - 1}",
         "rows": str(entry.tokens),
-        "prompt": f"{entry.prompt_tokens} tokens",
+        "prompt": f"{entry.prompt_tokens} tokens" if entry.prompt_tokens >= 0 else "unknown",
         "finish_reason": str(entry.finish_reason),
     }
     if entry.sample_id is not None:

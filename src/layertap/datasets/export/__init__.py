@@ -34,10 +34,11 @@ def refuse_gaps(dataset: Dataset) -> None:
     Raises:
         OptionError: it does.
     """
-    if dataset.manifest.rows.options.get("positions", "all") != "all":
+    kept = dataset.manifest.rows.options.get("positions", "all")
+    if kept != "all":
+        what = "trained positions only" if kept == "trained" else "rows that begin at later positions"
         raise OptionError(
-            f"{dataset.folder}: holds trained positions only, and this format needs the rows of all; extract with "
-            "positions 'all'"
+            f"{dataset.folder}: holds {what}, and this format needs the rows of all; extract with positions 'all'"
         )
 
 
