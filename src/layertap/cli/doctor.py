@@ -1,8 +1,9 @@
 """`layertap doctor`: does it work here, with this model?"""
 
 import json
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -23,7 +24,9 @@ def doctor(
     storage: Annotated[Path, typer.Option(help="The folder that files would go to; it is examined too.")] = Path(
         "/tmp"
     ),
-    engine: Annotated[str, typer.Option(help="Only transformers can be examined.")] = "transformers",
+    engine: Annotated[
+        Literal["transformers", "vllm"], typer.Option(help="Which engine computes the rows.")
+    ] = "transformers",
     dtype: Annotated[str, typer.Option(help="Compute dtype: auto, float32, bfloat16, float16.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default=False)] = None,
     revision: Annotated[str | None, typer.Option(help="Revision on the hub.", show_default=False)] = None,
@@ -41,19 +44,21 @@ def doctor(
     Rows are compared with plain transformers in float32, layer by layer; prompts that share a forward with prompts alone; rows of
     generated tokens with prefilled ones; the last layer goes through the model's own norm and head. The folder is tried for atomic
     renames, locks, sync, room and speed. Exit code 3: something must not be used.
+
+    With --engine vllm the rows are those that vLLM saves: short prompts, one that goes in chunks, one that begins like another, and
+    generated tokens, whose logprobs are compared, too.
     """
     quiet_libraries()
     with errors_explained():
-        from layertap.errors import OptionError
         from layertap.trust.examination import examine
 
-        if engine != "transformers":
-            raise OptionError(
-                f"engine: {engine!r} can't be examined; `layertap verify --model` compares files of any engine"
-            )
+        if engine == "vllm":  # read when it is imported; what it logs must not stand between the lines of a JSON report
+            os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+            os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         report = examine(
             model,
             storage=storage,
+            engine=engine,
             dtype=dtype,
             device=device,
             revision=revision,

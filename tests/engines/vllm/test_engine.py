@@ -5,15 +5,20 @@ from pathlib import Path
 
 import checkpoints
 import drafts
+import numpy as np
 import pytest
 import running
 import torch
 from running import check_file, prompts
 
 from layertap import LLM, SamplingParams, load_hidden_states
+from layertap.engines.vllm import engine as vllm_engine
 from layertap.errors import ExtractionError, OptionError
-from layertap.files.read import read_header
+from layertap.files.read import read_file, read_header
 from layertap.testing import oracle
+from layertap.trust import vllm as vllm_trust
+from layertap.trust.findings import Report
+from layertap.trust.vllm import examine_vllm
 
 
 @pytest.fixture(scope="module")
@@ -220,3 +225,41 @@ def test_structured_output_and_adapters_go_through_to_vllm(llm, model, checkpoin
     (sample,) = llm.extract([ids], lora_request=lora)
     assert sample.result.info.facts["lora"] == "mine"
     assert relative_error(sample.hidden_states, oracle.hidden_states(merged, ids)) < 1e-4
+
+
+def test_the_doctor_finds_rows_tokens_and_logprobs_right(llm):
+    report = Report(model="m", engine="vllm")
+    examine_vllm(report, llm, trust_remote_code=False)
+    assert not report.bad, report.bad
+    assert [entry.layer for entry in report.layers] == list(range(5))
+    assert all(entry.worst < 1e-4 for entry in report.layers)
+    states = {finding.name: finding.state for finding in report.findings}
+    assert states["prompts"] == "good"  # one goes in chunks
+    assert states["generated and prefilled"] == states["last layer to vLLM's tokens"] == "good"
+
+
+def shifted(rows):
+    return np.roll(rows, 1, axis=0)
+
+
+def one_layer_off(rows):
+    return np.concatenate([rows[:, :1], rows[:, :-1]], axis=1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        (shifted, {"against the reference", "generated and prefilled", "last layer to vLLM's tokens"}),
+        (one_layer_off, {"against the reference", "layer ids", "last layer to vLLM's tokens"}),
+    ],
+)
+def test_the_doctor_finds_wrong_rows(fault, named, llm, monkeypatch):
+    def read(path, **options):
+        loaded = read_file(path, **options)
+        return replace(loaded, rows=np.ascontiguousarray(fault(loaded.rows)))
+
+    monkeypatch.setattr(vllm_engine, "read_file", read)
+    monkeypatch.setattr(vllm_trust, "read_file", read)
+    report = Report(model="m", engine="vllm")
+    examine_vllm(report, llm, trust_remote_code=False)
+    assert named <= {finding.name for finding in report.bad}
