@@ -8,8 +8,8 @@ import pytest
 from file_cases import make_data, make_recorder, make_spec, write_sample
 
 from layertap.assembly import Rows
-from layertap.errors import HiddenStatesError, StoreFullError, TargetExistsError
-from layertap.files.read import load_hidden_states
+from layertap.errors import HiddenStatesError, StoreFullError, TargetExistsError, WaitTimeoutError, WriterDiedError
+from layertap.files.read import load_hidden_states, read_header
 
 
 def names(folder):
@@ -180,3 +180,16 @@ def test_on_a_full_disk_every_affected_reader_gets_the_reason_and_nothing_else_i
                 load_hidden_states(capture.path, timeout=30)
     assert 0 < failed < len(captures)
     assert not [name for name in names(small_disk) if name.startswith(".")]  # nothing half-written stays
+
+
+def test_a_header_that_is_not_there_yet_is_told_from_one_that_will_not_come(tmp_path):
+    path = tmp_path / "a.safetensors"
+    capture = make_recorder().admit(make_spec(), request_id="r", path=path)
+    with pytest.raises(WaitTimeoutError, match="still being written; load_hidden_states waits"):
+        read_header(path)
+    capture.fail("given up")
+    with pytest.raises(HiddenStatesError, match="given up"):
+        read_header(path)
+    (tmp_path / "b.safetensors.lock").write_text("{}")
+    with pytest.raises(WriterDiedError, match="ended before it was published"):
+        read_header(tmp_path / "b.safetensors")

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from layertap.errors import CorruptError, ForeignError, HiddenStatesError, MissingError, TornError, WriterDiedError
+from layertap.errors import (
+    CorruptError,
+    ForeignError,
+    HiddenStatesError,
+    MissingError,
+    TornError,
+    WaitTimeoutError,
+    WriterDiedError,
+)
 from layertap.files import format as fmt
 from layertap.files.locks import LOCK_SUFFIX, is_held, read_content, wait_for_writer
 from layertap.files.paths import error_path
@@ -102,7 +110,14 @@ def read_header(path: str | os.PathLike[str]) -> fmt.Header:
         HiddenStatesError: see `load_hidden_states`.
     """
     target = Path(path)
-    fd = _open(target)
+    try:
+        fd = _open(target)
+    except WriterDiedError as exc:
+        if is_held(target.with_name(target.name + LOCK_SUFFIX)):
+            raise WaitTimeoutError(
+                f"{target}: is still being written; load_hidden_states waits for it", request_id=exc.request_id
+            ) from None
+        fd = _open(target)  # published in this moment, or its writer really died
     try:
         return _read_header(fd, str(target))
     finally:

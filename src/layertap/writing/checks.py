@@ -58,6 +58,15 @@ def finite(data: NDArray[np.uint8], dtype: str) -> bool:
     return bool(data.view(signed).max() < exponent) and bool(data.view(unsigned).max() < (sign | exponent))
 
 
+_RANGES = {
+    "float16": "float16 ends at 65504: take bfloat16 or float32",
+    "bfloat16": "bfloat16 ends at 3.39e38: save float32; where the model itself computed in float16, load it with dtype bfloat16",
+    "float32": "as the model computed them: if its dtype is float16, which ends at 65504, load it with bfloat16 or float32",
+    FP8: "as the model computed them: if its dtype is float16, which ends at 65504, load it with bfloat16 or float32",
+}
+"""What may have been left, and what to do, by the dtype that is saved."""
+
+
 class SeenRows:
     """Some rows of the latest requests: digest -> the token that they were computed for. Thread-safe."""
 
@@ -136,12 +145,13 @@ class RowChecks:
         return f"position {row + self._spec.candidates.start}, layer {self._spec.layers[slot]}"
 
     def _refuse_broken(self, first_row: int, num_rows: int) -> None:
-        broken = sorted(place for place in self._broken if first_row <= place[0] < first_row + num_rows)
+        broken = [place for place in self._broken if first_row <= place[0] < first_row + num_rows]
         if broken:
-            hint = " (float16 ends at 65504: take bfloat16 or float32)" if self._spec.dtype == "float16" else ""
+            # the shallowest is where it began: what follows from it may spread to earlier positions, 0 * NaN being NaN
+            first = min(broken, key=lambda place: (self._spec.layers[place[1]], place[0]))
             raise EngineError(
                 f"{len(broken)} of {num_rows * len(self._spec.layers)} rows hold NaN or infinity, first at "
-                f"{self._where(*broken[0])}{hint}"
+                f"{self._where(*first)} ({_RANGES[self._spec.dtype]})"
             )
 
     def _refuse_repeated(
