@@ -28,7 +28,13 @@ MASKS = {0: ((1, 3), (4, 5)), 1: (), 2: ((0, 6),)}
 def write_request(path, index=0, **changes):
     """A file of one request as layertap writes it; `changes` are of what it says."""
     sample = make_sample(index, tokens=6)
-    facts = {"engine": "vllm", "engine_version": "0.32.0", "finish_reason": "stop", **changes.pop("facts", {})}
+    facts = {
+        "engine": "vllm",
+        "engine_version": "0.32.0",
+        "finish_reason": "stop",
+        "revision": "",
+        **changes.pop("facts", {}),
+    }
     info = replace(file_info(make_manifest()), prompt_len=4, facts=facts, **changes)
     file = PendingFile(path, info, 6)
     file.write(0, 0, sample.rows.reshape(6, 2, -1))
@@ -72,6 +78,7 @@ def test_files_of_requests_come_out_as_they_went_in(tmp_path, folder):
         "unknown",
     )
     assert (rows.model, rows.layers, rows.num_layers) == ("org/tiny", (0, 3), 4)
+    assert rows.revision is None  # requests without a revision say ""
     assert rows.options["written_by.engine_version"] == "0.32.0"
     for position, (item, sample) in enumerate(zip(ds, samples, strict=True)):
         assert item["hidden_states"].numpy().tobytes() == sample.rows.tobytes()

@@ -181,7 +181,7 @@ def _identity(found: Imported, options: ImportOptions, path: Path) -> RowIdentit
     slot_bytes(found.dtype, found.hidden_size)
     identity = RowIdentity(
         model=options.model or (UNKNOWN if info is None else info.model),
-        revision=found.facts.get("revision"),
+        revision=found.facts.get("revision") or None,
         model_fingerprint=None,
         tokenizer_hash=None,
         chat_template_hash=None,
@@ -189,9 +189,9 @@ def _identity(found: Imported, options: ImportOptions, path: Path) -> RowIdentit
         num_layers=num_layers,
         hidden_size=found.hidden_size,
         save_dtype=found.dtype,
-        compute_dtype=found.facts.get("compute_dtype", UNKNOWN),
-        quantization=found.facts.get("quantization"),
-        residual=found.facts.get("residual", UNKNOWN),
+        compute_dtype=found.facts.get("compute_dtype") or UNKNOWN,
+        quantization=found.facts.get("quantization") or None,
+        residual=found.facts.get("residual") or UNKNOWN,
         engine=ENGINE,
         engine_version=UNKNOWN,
         options={
@@ -228,7 +228,7 @@ def _refuse_other(rows: RowIdentity, found: Imported, path: Path) -> None:
         ("compute_dtype", UNKNOWN),
         ("residual", UNKNOWN),
     ):
-        here[name], there[name] = getattr(rows, name), found.facts.get(name, unknown)
+        here[name], there[name] = getattr(rows, name), found.facts.get(name) or unknown
     differing = [f"{name}: {there[name]!r}, the set has {here[name]!r}" for name in here if here[name] != there[name]]
     if differing:
         raise ForeignError(f"{path}: not of the same rows as the set: {'; '.join(differing)}")
