@@ -156,7 +156,8 @@ class SamplingParams:
         names = {f.name for f in dataclasses.fields(cls)}
         if isinstance(params, Mapping):
             unknown = sorted(set(params) - names)
-            _require(not unknown, "sampling params", unknown, f"some of {sorted(names)}")
+            what = f"some of {sorted(names)} (engine='vllm' takes all of vLLM's)"
+            _require(not unknown, "sampling params", unknown, what)
             return cls(**params)
         fields = getattr(type(params), "__struct_fields__", None)  # vLLM's is a msgspec struct
         if fields is None or "temperature" not in fields:

@@ -113,7 +113,11 @@ class Gate:
         return limited
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is larger than {self._max_body_bytes} bytes", code="body_too_large")
+        return ApiError(
+            413,
+            f"the body is larger than {self._max_body_bytes} bytes, the server's --max-body-bytes; send fewer prompts at once",
+            code="body_too_large",
+        )
 
 
 class _TooLarge(BaseException):

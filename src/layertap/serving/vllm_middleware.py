@@ -210,7 +210,9 @@ class HiddenStatesMiddleware:
             size += len(parts[-1])
             if size > self._config.max_body_bytes:
                 raise ApiError(
-                    413, f"the body is larger than {self._config.max_body_bytes} bytes", code="body_too_large"
+                    413,
+                    f"the body is larger than {self._config.max_body_bytes} bytes, the server's limit; send fewer prompts at once",
+                    code="body_too_large",
                 )
             if not message.get("more_body"):
                 return b"".join(parts)
