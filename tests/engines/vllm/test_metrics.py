@@ -1,9 +1,11 @@
 """Reports become vLLM's metrics: counted once, by reason and by replica, also through MultiConnector and another process."""
 
 import pytest
+import torch
 from file_cases import make_recorder, make_spec
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from layertap.engines.vllm.collector import Collector
 from layertap.engines.vllm.metrics import HiddenStatesProm, HiddenStatesStats, Reporter
 from layertap.engines.vllm.writer import counts_of
 from layertap.errors import EngineError
@@ -52,10 +54,11 @@ def test_what_the_recorder_counts_arrives_by_reason(metrics, tmp_path):
         capture.fail(cause)
         with pytest.raises(Exception, match=".+"):
             capture.result.result(30)
-    recorder.close()
-    report = reporter.report({**counts_of(recorder), "device_bytes": 12.0})
+    collector = Collector(recorder, (0,), torch.float32)
+    collector.close()
+    report = reporter.report({**counts_of(collector), "device_bytes": 12.0})
     prom.observe(report.data, 1)
-    assert reporter.report({**counts_of(recorder), "device_bytes": 12.0}) is None
+    assert reporter.report({**counts_of(collector), "device_bytes": 12.0}) is None
     found = {
         reason: value("layertap:failures_total", "1", reason=reason)
         for reason in ("aborted", "disk", "engine", "exists", "rows", "other")
