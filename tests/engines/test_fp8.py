@@ -71,7 +71,7 @@ def test_what_is_read_is_near_what_was_saved(rows):
     bound = np.maximum(np.abs(rows) / 16, np.maximum(largest / 448, 2.0**-126) * 2.0**-10) * (1 + 1e-6)
     assert (np.abs(read - rows) <= bound).all()
     assert np.isfinite(read).all()
-    scaled = (largest / 448 >= 2.0**-126)[:, 0]  # below it the least scale is taken, and the largest value is rounded like any other
+    scaled = (largest / 448 >= 2.0**-126)[:, 0]  # below it the least scale is taken: the largest is rounded like any
     np.testing.assert_allclose(np.abs(read).max(axis=1)[scaled], largest[scaled, 0], rtol=2e-7)
 
 
