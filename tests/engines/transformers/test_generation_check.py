@@ -53,7 +53,10 @@ def test_shifted_rows_are_never_published_and_the_reader_is_told(tmp_path, monke
         extra_args={"kv_transfer_params": {"include_output_tokens": True}},
     )
     with LLM(zoo.save("llama", tmp_path), layers=[1, 2, 4], storage=tmp_path / "states", spot_check=1) as llm:
-        llm.generate([{"prompt_token_ids": prompt_of(9, seed=1)}], SamplingParams(max_tokens=2), use_tqdm=False)
+        (right,) = llm.generate(
+            [{"prompt_token_ids": prompt_of(9, seed=1)}], SamplingParams(max_tokens=2), use_tqdm=False
+        )
+        load_hidden_states(right.kv_transfer_params["hidden_states_path"])  # compared before it is published
         counts = llm._front.engine.spot_checks["generate"]
         assert (counts.checked, counts.failed) == (1, 0)
         monkeypatch.setattr(_Group, "_rows", lambda self, hidden: real(self, hidden.roll(1, dims=0)))
