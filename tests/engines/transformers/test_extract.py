@@ -1,5 +1,6 @@
 """Extraction: right rows whatever runs beside them, failures that stay their own, and a consumer that decides how far it goes."""
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -11,6 +12,7 @@ from extraction_cases import capture_of, engine, extract, random_prompts, record
 from layertap.capture.request import Window
 from layertap.engines.base import ExtractJob
 from layertap.engines.fp8 import quantize
+from layertap.engines.transformers.extract import _QuickSwitches
 from layertap.errors import HiddenStatesError, LayertapError, PromptError
 from layertap.testing import oracle, zoo
 
@@ -228,3 +230,15 @@ def test_a_long_prompt_leaves_no_trace_in_the_rotary_table_of_the_next(name, tmp
     after = extract(made, [long, short, long], [4])
     assert torch.equal(before[0], after[1])
     assert torch.equal(before[1], after[2])
+
+
+def test_extractions_that_overlap_put_the_interpreters_switch_interval_back():
+    before = sys.getswitchinterval()
+    quick = _QuickSwitches()
+    quick.enter()
+    quick.enter()
+    assert sys.getswitchinterval() < before
+    quick.leave()
+    assert sys.getswitchinterval() < before  # the other one still runs
+    quick.leave()
+    assert sys.getswitchinterval() == before

@@ -56,6 +56,31 @@ class _Flight:
     step: int
 
 
+class _QuickSwitches:
+    """The interpreter's switch interval is short while somebody extracts; the last who leaves puts back what was there."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before = 0.0
+
+    def enter(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = sys.getswitchinterval()
+                sys.setswitchinterval(_SWITCH_SECONDS)
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                sys.setswitchinterval(self._before)
+
+
+_QUICK = _QuickSwitches()
+
+
 class Extractor:
     """Runs extract jobs on the weights of one model. Thread-safe: forwards of several callers take turns.
 
@@ -106,9 +131,8 @@ class Extractor:
         """Run jobs; yields the index of each whose rows have been handed over, or that has failed."""
         packer: Packer[ExtractJob] = Packer("alone", self.budget_tokens)
         flights: deque[_Flight] = deque()
-        switching = sys.getswitchinterval()
         if self._is_cuda:
-            sys.setswitchinterval(_SWITCH_SECONDS)
+            _QUICK.enter()
         try:
             for job in jobs:
                 if not self._admit(packer, job):
@@ -120,7 +144,8 @@ class Extractor:
             while flights:
                 yield from self._deliver(flights.popleft())
         finally:
-            sys.setswitchinterval(switching)
+            if self._is_cuda:
+                _QUICK.leave()
             self._abandon(packer, flights)
 
     def _admit(self, packer: Packer[ExtractJob], job: ExtractJob) -> bool:
