@@ -84,18 +84,8 @@ class Frontend:
         Raises:
             OptionError: a bad option, or there is nowhere to write.
         """
-        options = RequestOptions.parse(kv_transfer_params)
-        wanted = options.capture
-        if wanted is None:
-            wanted = self.options.capture_by_default and (self._stores or kv_transfer_params is not None)
-        if not wanted:
-            return None
-        if not self._stores:
-            raise OptionError(
-                "kv_transfer_params: this LLM was made without a storage; give storage=... or kv_transfer_config=..., or use "
-                "extract(), which returns the rows in memory"
-            )
-        return self._resolve(options)
+        options = self.options.capture_of(kv_transfer_params, stores=self._stores)
+        return None if options is None else self._resolve(options)
 
     def _resolve(self, options: RequestOptions) -> CapturePlan:
         layers = options.layers if options.layers is not None else self._layers

@@ -9,7 +9,8 @@ from typing import Any
 
 from layertap.capture import parsing
 from layertap.capture.layers import LayersLike
-from layertap.capture.request import SAVE_DTYPES, check_layers
+from layertap.capture.request import SAVE_DTYPES, RequestOptions, check_layers
+from layertap.errors import OptionError
 
 
 def _folders(value: Any) -> bool | tuple[str, ...]:
@@ -80,6 +81,29 @@ class StoreOptions:
             OptionError: an unknown key or a bad value; the message names it.
         """
         return parsing.parse_fields(cls, {} if mapping is None else mapping, "kv_connector_extra_config")
+
+    def capture_of(self, kv_transfer_params: Mapping[str, Any] | None, *, stores: bool) -> RequestOptions | None:
+        """A request's options; None where nothing is to be taken.
+
+        Args:
+            kv_transfer_params: of the request.
+            stores: there is somewhere to write.
+
+        Raises:
+            OptionError: a bad option, or there is nowhere to write.
+        """
+        options = RequestOptions.parse(kv_transfer_params)
+        wanted = options.capture
+        if wanted is None:
+            wanted = self.capture_by_default and (stores or kv_transfer_params is not None)
+        if not wanted:
+            return None
+        if not stores:
+            raise OptionError(
+                "kv_transfer_params: this LLM was made without a storage; give storage=... or kv_transfer_config=..., or use "
+                "extract(), which returns the rows in memory"
+            )
+        return options
 
     def byte_budget(self) -> int:
         """`max_bytes_in_flight`, or a sixteenth of the machine's memory."""

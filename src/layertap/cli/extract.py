@@ -2,9 +2,11 @@
 
 import shlex
 import sys
+from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -22,10 +24,13 @@ from layertap.cli.reporting import (
 from layertap.cli.stopping import GracefulStop
 
 if TYPE_CHECKING:
+    from layertap.cli.progress import RunProgress
     from layertap.datasets.extraction import RunOptions, RunReport
     from layertap.datasets.inputs import InputFile
     from layertap.datasets.ray_run import RayOptions
     from layertap.datasets.regenerating import RegenerateOptions
+
+Report = TypeVar("Report")
 
 _SHOWN_FAILURES = 10
 _RUN, _INPUT, _ANSWERS, _MODEL = "What to take", "Input", "Answers of the model", "Model and engine"
@@ -271,19 +276,25 @@ def _run(
                 f"{info.engine} {info.engine_version}"
             )
 
-        def should_stop() -> bool:
-            progress.tick()
-            return stop.requested
-
-        try:
-            with progress:
-                report = extract_dataset(llm, source, out, options, on_start=progress.begin, should_stop=should_stop)
-        except KeyboardInterrupt:
-            _say_how_to_continue(out)
-            raise typer.Exit(STOPPED) from None
+        report = _watched(progress, stop, out, partial(extract_dataset, llm, source, out, options))
         if not quiet:
             say(summary(report))
     _end(report, out)
+
+
+def _watched(progress: "RunProgress", stop: GracefulStop, out: Path, work: Callable[..., Report]) -> Report:
+    """Run a job behind its progress bar, until it is done or asked to stop."""
+
+    def should_stop() -> bool:
+        progress.tick()
+        return stop.requested
+
+    try:
+        with progress:
+            return work(on_start=progress.begin, should_stop=should_stop)
+    except KeyboardInterrupt:
+        _say_how_to_continue(out)
+        raise typer.Exit(STOPPED) from None
 
 
 def _run_on_cluster(
@@ -303,26 +314,8 @@ def _run_on_cluster(
         say(f"starting actors that load {model}")
     progress = RunProgress(estimate_records(source), quiet=quiet)
     with GracefulStop(progress.note) as stop:
-
-        def should_stop() -> bool:
-            progress.tick()
-            return stop.requested
-
-        try:
-            with progress:
-                report = extract_with_ray(
-                    model,
-                    source,
-                    out,
-                    options,
-                    ray_options=on_cluster,
-                    on_start=progress.begin,
-                    should_stop=should_stop,
-                    **engine_options,
-                )
-        except KeyboardInterrupt:
-            _say_how_to_continue(out)
-            raise typer.Exit(STOPPED) from None
+        work = partial(extract_with_ray, model, source, out, options, ray_options=on_cluster, **engine_options)
+        report = _watched(progress, stop, out, work)
         if not quiet:
             for actor in report.actors:
                 say(f"  {actor.name}: {plural(actor.num_samples, 'sample')}{', died' * actor.died} ({actor.where})")

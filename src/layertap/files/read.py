@@ -9,6 +9,7 @@ import json
 import mmap
 import os
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,32 +74,33 @@ def load_hidden_states(
 
 def read_file(path: str | os.PathLike[str], *, timeout: float = DEFAULT_TIMEOUT_SECONDS) -> Loaded:
     """`load_hidden_states` without torch, with what the file says of itself."""
-    target = Path(path)
-    wait_for_writer(target, timeout)
-    fd = _open(target)
-    try:
-        _refuse_outdated(target, fd)
-        return read_open_file(fd, str(target))
-    finally:
-        os.close(fd)
+    with _published(path, timeout) as (fd, name):
+        return read_open_file(fd, name)
 
 
 def verify_file(path: str | os.PathLike[str], *, timeout: float = DEFAULT_TIMEOUT_SECONDS) -> fmt.FileInfo:
     """Check a file as `read_file` does, without copying its rows; returns what it says of itself."""
+    with _published(path, timeout) as (fd, name):
+        header = _read_header(fd, name)
+        info, begin = header.info, header.data_offset
+        end = begin + info.num_rows * info.row_bytes
+        token_ids = _read_token_ids(fd, end, info.num_rows, name)
+        if info.num_rows:
+            mapped = mmap.mmap(fd, end, prot=mmap.PROT_READ)  # goes away with the last array that looks at it
+            rows = np.frombuffer(mapped, np.uint8, end - begin, begin).reshape(info.num_rows, info.row_bytes)
+            check_rows(header, rows, token_ids, name)
+        return info
+
+
+@contextlib.contextmanager
+def _published(path: str | os.PathLike[str], timeout: float) -> Iterator[tuple[int, str]]:
+    """The descriptor and the name of a file, once its writer is done."""
     target = Path(path)
     wait_for_writer(target, timeout)
     fd = _open(target)
     try:
         _refuse_outdated(target, fd)
-        header = _read_header(fd, str(target))
-        info, begin = header.info, header.data_offset
-        end = begin + info.num_rows * info.row_bytes
-        token_ids = _read_token_ids(fd, end, info.num_rows, str(target))
-        if info.num_rows:
-            mapped = mmap.mmap(fd, end, prot=mmap.PROT_READ)  # goes away with the last array that looks at it
-            rows = np.frombuffer(mapped, np.uint8, end - begin, begin).reshape(info.num_rows, info.row_bytes)
-            check_rows(header, rows, token_ids, str(target))
-        return info
+        yield fd, str(target)
     finally:
         os.close(fd)
 

@@ -7,7 +7,7 @@ path, layers and positions. Where no storage was given, `extract` sends the rows
 import itertools
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -241,7 +241,7 @@ class VllmFrontend:
     def _plan(self, prompt: Prompt, params: Any) -> _Planned:
         request_id = new_request_id("cmpl")
         given = capture_options(params)
-        options = self._options(given)
+        options = self.options.capture_of(given, stores=self._stores)
         if options is None:
             plain = with_capture_options(params, {"capture": False})
             return _Planned(request_id=request_id, params=plain, handles=[None] * params.n)
@@ -279,20 +279,6 @@ class VllmFrontend:
         if options.save_dtype is None and self.options.save_dtype is not None:
             wanted["save_dtype"] = self.options.save_dtype
         return _Planned(request_id=request_id, params=with_capture_options(params, wanted), handles=list(handles))
-
-    def _options(self, kv_transfer_params: Mapping[str, Any] | None) -> RequestOptions | None:
-        options = RequestOptions.parse(kv_transfer_params)
-        wanted = options.capture
-        if wanted is None:
-            wanted = self.options.capture_by_default and (self._stores or kv_transfer_params is not None)
-        if not wanted:
-            return None
-        if not self._stores:
-            raise OptionError(
-                "kv_transfer_params: this LLM was made without a storage; give storage=... or kv_transfer_config=..., or use "
-                "extract(), which returns the rows in memory"
-            )
-        return options
 
 
 def model_info(config: Any) -> ModelInfo:
