@@ -111,9 +111,8 @@ class Capture:
             self._recorder.budget.acquire(int(rows.data.nbytes), taken)
             with self._lock:  # deciding and queueing together, so that a later step's bytes are also written later
                 self._queue(rows, done)
-        except (
-            BaseException
-        ) as exc:  # Ctrl-C: whether the rows are queued isn't known, so nothing of them may be published
+        except BaseException as exc:
+            # Ctrl-C: whether the rows are queued isn't known, so nothing of them may be published
             self._failure = exc
             done()
             raise

@@ -29,6 +29,7 @@ from layertap.writing.recorder import describe
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 120.0
+_DIED = "the writer process of the engine died"
 _collectors: "weakref.WeakSet[RemoteCollector]" = weakref.WeakSet()
 
 
@@ -40,7 +41,6 @@ def _close_inherited() -> None:
 
 
 os.register_at_fork(after_in_child=_close_inherited)
-_DIED = "the writer process of the engine died"
 
 
 class RemoteCollector:
