@@ -130,7 +130,17 @@ SURFACE = {
         "model",
     ],
     "serve-files": ["--allow-delete", "--api-key", "--host", "--port", "folder"],
-    "verify": ["--device", "--json", "--model", "--recompute", "--sample", "--seed", "--trust-remote-code", "path"],
+    "verify": [
+        "--device",
+        "--json",
+        "--model",
+        "--quarantine",
+        "--recompute",
+        "--sample",
+        "--seed",
+        "--trust-remote-code",
+        "path",
+    ],
 }
 
 

@@ -1,6 +1,7 @@
 """`layertap verify`: checksums, and a sample of rows computed again by plain transformers."""
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from layertap.cli.reporting import (
 
 if TYPE_CHECKING:
     from layertap.datasets.inspection import SampleView
+    from layertap.datasets.verify import PartReport
 
 _DEFAULT_SAMPLES = 4
 
@@ -32,6 +34,10 @@ class _Report:
     facts: dict[str, Any] = field(default_factory=dict)
     damaged: list[str] = field(default_factory=list)
     recomputed: list[dict[str, Any]] = field(default_factory=list)
+    quarantined: list[Path] = field(default_factory=list)
+    checked: os.stat_result | None = None
+    wrong_parts: "list[PartReport]" = field(default_factory=list)
+    wrong_samples: dict[int | None, str] = field(default_factory=dict)
 
     def say(self, text: str) -> None:
         """A line for a person."""
@@ -51,8 +57,11 @@ class _Report:
 
     def print(self, path: Path) -> None:
         """For machines."""
-        found = {"path": str(path), "verdict": "good" if self.good else "bad", **self.facts}
-        typer.echo(json.dumps({**found, "damaged": self.damaged, "recomputed": self.recomputed}, indent=2))
+        found: dict[str, Any] = {"path": str(path), "verdict": "good" if self.good else "bad", **self.facts}
+        found |= {"damaged": self.damaged, "recomputed": self.recomputed}
+        if self.quarantined:
+            found["quarantined"] = [str(aside) for aside in self.quarantined]
+        typer.echo(json.dumps(found, indent=2))
 
 
 def verify(
@@ -76,6 +85,9 @@ def verify(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Code of the checkpoint may run.")
     ] = False,
+    quarantine: Annotated[
+        bool, typer.Option("--quarantine", help="Move what is wrong aside, where no reader finds it.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
     """Check every byte against its checksum; with --model, --sample or --recompute, also compute rows again.
@@ -89,18 +101,20 @@ def verify(
         if sample is not None and recompute is not None:
             raise typer.BadParameter("--sample and --recompute say the same twice: give one of them")
         share = None if recompute is None else parse_percent(recompute)
-        _check(report, path)
+        _check(report, path, quarantine)
         if report.good and (model is not None or sample is not None or share is not None):
             count = _DEFAULT_SAMPLES if sample is None else sample
             _recompute(report, _drawn(path, count, share, seed), model, device, trust_remote_code)
+        if quarantine and not report.good:
+            _set_aside(report, path)
     if as_json:
         report.print(path)
     if not report.good:
         raise typer.Exit(PARTLY)
 
 
-def _check(report: _Report, path: Path) -> None:
-    from layertap.errors import HiddenStatesError, MissingError
+def _check(report: _Report, path: Path, quarantine: bool) -> None:
+    from layertap.errors import CorruptError, HiddenStatesError, MissingError, TornError
 
     try:
         if path.is_dir():
@@ -110,14 +124,19 @@ def _check(report: _Report, path: Path) -> None:
     except MissingError:
         raise  # there is nothing to report on
     except HiddenStatesError as exc:
-        if not report.as_json:
+        # what isn't ours, or is still being written, stays
+        aside = quarantine and path.is_file() and isinstance(exc, CorruptError | TornError)
+        if not (report.as_json or aside):
             raise
         report.note_damage(str(exc))
+        if aside:
+            report.wrong_samples[None] = str(exc)
 
 
 def _check_file(report: _Report, path: Path) -> None:
     from layertap.files.read import verify_file
 
+    report.checked = path.stat() if path.exists() else None
     info = verify_file(path, timeout=0)
     size = path.stat().st_size
     report.facts = {"rows": info.num_rows, "layers": list(info.layers), "bytes": size}
@@ -134,6 +153,7 @@ def _check_dataset(report: _Report, folder: Path) -> None:
     for part in verify_parts(folder, manifest):
         if part.error is not None:
             damaged += 1
+            report.wrong_parts.append(part)
             report.note_damage(str(part.error))
             continue
         samples += len(part.done)
@@ -146,7 +166,27 @@ def _check_dataset(report: _Report, folder: Path) -> None:
     report.say(f"{folder}: {plural(samples, 'sample')}, {plural(tokens, 'token')}, {bytes_text(num_bytes)}: {state}")
 
 
-def _drawn(path: Path, count: int, share: float | None, seed: int) -> "Iterator[SampleView]":
+def _set_aside(report: _Report, path: Path) -> None:
+    from layertap.datasets.manifest import read_manifest
+    from layertap.datasets.quarantine import set_aside_part, set_aside_samples
+    from layertap.datasets.resume import locked_folder
+    from layertap.files.publish import set_aside
+
+    if not path.is_dir():
+        for reason in report.wrong_samples.values():
+            assert report.checked is not None
+            report.quarantined.append(set_aside(path, reason, report.checked))
+    else:
+        with locked_folder(path):
+            for part in report.wrong_parts:
+                report.quarantined.append(set_aside_part(path, part.path, part.done, str(part.error)))
+            wrong = {position: reason for position, reason in report.wrong_samples.items() if position is not None}
+            report.quarantined += set_aside_samples(path, read_manifest(path), wrong)
+    for aside in report.quarantined:
+        report.say(f"moved aside: {aside}")
+
+
+def _drawn(path: Path, count: int, share: float | None, seed: int) -> "Iterator[tuple[int | None, SampleView]]":
     from math import ceil
     from random import Random
 
@@ -155,7 +195,7 @@ def _drawn(path: Path, count: int, share: float | None, seed: int) -> "Iterator[
     from layertap.errors import OptionError
 
     if not path.is_dir():
-        yield view_file(path)
+        yield None, view_file(path)
         return
     ds = open_dataset(path)
     if ds.manifest.rows.options.get("positions", "all") != "all":
@@ -166,17 +206,21 @@ def _drawn(path: Path, count: int, share: float | None, seed: int) -> "Iterator[
     if share is not None:
         count = ceil(share * total)
     for position in sorted(Random(seed).sample(range(total), min(count, total))):
-        yield view_sample(path, position)
+        yield position, view_sample(path, position)
 
 
 def _recompute(
-    report: _Report, views: "Iterator[SampleView]", model: str | None, device: str, trust_remote_code: bool
+    report: _Report,
+    views: "Iterator[tuple[int | None, SampleView]]",
+    model: str | None,
+    device: str,
+    trust_remote_code: bool,
 ) -> None:
     from layertap.datasets.recompute import Reference, compare
     from layertap.errors import OptionError
 
     reference: Reference | None = None
-    for view in views:
+    for position, view in views:
         if view.first_position:
             raise OptionError(
                 f"{view.title}: starts at position {view.first_position}, and the tokens before aren't in the file, so its "
@@ -207,8 +251,11 @@ def _recompute(
                 "good": found.passed,
             }
         )
-        report.say(
+        line = (
             f"{view.title}: {plural(len(view.token_ids), 'token')}, largest relative error {found.errors[token, slot]:.2e} "
             f"(position {token}, layer {view.layers[slot]}; tolerance {found.tolerance:g}): "
             f"{'good' if found.passed else 'DIFFERENT'}"
         )
+        report.say(line)
+        if not found.passed:
+            report.wrong_samples[position] = f"computed again with {model or view.model}: {line}"

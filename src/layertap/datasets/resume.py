@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from layertap.datasets.index import PART_SUFFIX, load_entries, part_paths
+from layertap.datasets.index import load_entries, part_paths
 from layertap.datasets.inputs import InputFile, InputRecord, Record
 from layertap.datasets.manifest import MANIFEST_NAME, Manifest, read_manifest
+from layertap.datasets.quarantine import set_aside_files, set_aside_part
 from layertap.datasets.verify import PartReport, verify_parts
 from layertap.datasets.writer import FILES_FOLDER, SHARDS_FOLDER, write_synced
 from layertap.errors import HiddenStatesError, MissingError, OptionError, TargetExistsError
@@ -18,7 +19,6 @@ from layertap.files.locks import WriterLock
 from layertap.files.paths import TEMP_SUFFIX, temporary_path
 from layertap.files.publish import sync_folder
 
-DAMAGED_FOLDER = "damaged"
 _LOCK_NAME = ".writer"
 
 
@@ -114,12 +114,18 @@ def prepare_folder(
             on_part(report)
         if report.error is not None:
             damaged.append(str(report.error))
-            _set_aside(folder, report)
+            set_aside_part(folder, report.path, report.done, str(report.error))
         else:
             index.append(np.array([entry.index for entry in report.done], np.int64))
             hashes.append(np.frombuffer(bytes.fromhex("".join(entry.source_hash for entry in report.done)), "V16"))
-    for leftover in leftovers(folder, existing):
+    for leftover in _temporaries(folder):
         leftover.unlink(missing_ok=True)
+    unnamed = list(leftovers(folder, existing))
+    if damaged:  # an index that couldn't be read may have named them
+        set_aside_files(folder, unnamed)
+    else:
+        for leftover in unnamed:
+            leftover.unlink(missing_ok=True)
     return Prepared(manifest=existing, done=_done(index, hashes), damaged=damaged)
 
 
@@ -184,19 +190,6 @@ def _row_files(folder: Path) -> list[Path]:
         for path in sorted((folder / base).glob("**/*.safetensors"))
         if not path.name.startswith(".")
     ]
-
-
-def _set_aside(folder: Path, report: PartReport) -> None:
-    # the index part goes first: without it, its files are leftovers, whatever happens next
-    stem = report.path.name.removesuffix(PART_SUFFIX)
-    target = folder / DAMAGED_FOLDER / stem
-    target.mkdir(parents=True, exist_ok=True)
-    report.path.replace(target / report.path.name)
-    names = {folder / entry.file for entry in report.done if entry.file is not None}
-    names.add(report.path.with_name(f"{stem}.safetensors"))
-    for path in names:
-        with contextlib.suppress(FileNotFoundError):
-            path.replace(target / path.name)
 
 
 def _done(index: list[NDArray[np.int64]], hashes: list[NDArray[np.void]]) -> Done:

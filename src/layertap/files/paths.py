@@ -12,6 +12,7 @@ from layertap.errors import OptionError
 
 SUFFIX = ".safetensors"
 TEMP_SUFFIX = ".layertap-tmp"
+QUARANTINE_SUFFIX = ".quarantined"
 _MAX_NAME_BYTES = 180  # leaves room for suffixes under the usual limit of 255
 
 logger = logging.getLogger(__name__)
@@ -75,3 +76,9 @@ def temporary_path(path: Path) -> Path:
 def error_path(path: Path) -> Path:
     """Where the reason stands if `path` can't be published."""
     return path.with_name(path.name + ".error")
+
+
+def quarantine_path(path: Path) -> Path:
+    """A new name beside `path` for a file that was found wrong; readers refuse it."""
+    start = os.fsencode(path.name)[:_MAX_NAME_BYTES].decode("utf-8", "ignore")
+    return path.with_name(f"{start}.{secrets.token_hex(4)}{QUARANTINE_SUFFIX}")

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from layertap.errors import TargetExistsError
 from layertap.files import format as fmt
 from layertap.files.locks import WriterLock
-from layertap.files.paths import error_path, temporary_path
+from layertap.files.paths import error_path, quarantine_path, temporary_path
 
 _FILE_MODE = 0o664  # cut by the umask; never world-writable
 
@@ -130,6 +130,60 @@ class PendingFile:
             TargetExistsError: the target came into being meanwhile.
             OSError: the disk's reason. The caller then calls `fail`.
         """
+        info = self._complete(first_row, token_ids, digests, first_position, num_tokens, facts)
+        self._rename()
+        if self._fsync:
+            self._sync_rename()
+        with self._ended:
+            self._close()
+        if self._lock is not None:
+            with contextlib.suppress(OSError):  # the file is there; a stale mark can only make its reader complain
+                self._lock.note_replaced()
+            self._lock.release()
+        return info
+
+    def quarantine(
+        self,
+        reason: str,
+        *,
+        first_row: int,
+        token_ids: NDArray[np.int64],
+        digests: NDArray[np.uint64],
+        first_position: int,
+        num_tokens: int,
+        facts: Mapping[str, str],
+    ) -> Path:
+        """Keep rows that failed a check under a name that no reader takes, and tell the reader why, and where they are.
+
+        Returns:
+            The file in quarantine.
+
+        Raises:
+            OSError: the disk's reason. The caller then calls `fail`.
+        """
+        self._complete(first_row, token_ids, digests, first_position, num_tokens, facts)
+        aside = quarantine_path(self.path)
+        write_error(aside, reason, self._request_id)
+        try:
+            self.temporary.replace(aside)
+        except OSError:
+            error_path(aside).unlink(missing_ok=True)
+            raise
+        with self._ended:
+            self._close()
+        self._tell(kept_aside(reason, aside))
+        return aside
+
+    def _complete(
+        self,
+        first_row: int,
+        token_ids: NDArray[np.int64],
+        digests: NDArray[np.uint64],
+        first_position: int,
+        num_tokens: int,
+        facts: Mapping[str, str],
+    ) -> fmt.FileInfo:
+        """Write what is missing of the temporary file."""
         num_rows = len(token_ids)
         info = replace(
             self._info,
@@ -148,15 +202,6 @@ class PendingFile:
             os.fsync(self._fd)
         # network file systems say on close what they couldn't store: ask before the rename, through a second descriptor
         os.close(os.dup(self._fd))
-        self._rename()
-        if self._fsync:
-            self._sync_rename()
-        with self._ended:
-            self._close()
-        if self._lock is not None:
-            with contextlib.suppress(OSError):  # the file is there; a stale mark can only make its reader complain
-                self._lock.note_replaced()
-            self._lock.release()
         return info
 
     def fail(self, reason: str) -> None:
@@ -165,6 +210,9 @@ class PendingFile:
             if self._fd < 0:
                 return
             self._drop_temporary()  # first: the error file may need the space
+        self._tell(reason)
+
+    def _tell(self, reason: str) -> None:
         noted = False
         with contextlib.suppress(OSError):
             write_error(self.path, reason, self._request_id)
@@ -240,6 +288,40 @@ def write_error(path: Path, reason: str, request_id: str | None) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def kept_aside(reason: str, aside: Path) -> str:
+    """The reason for a reader whose file was found wrong."""
+    return f"{reason}; the file is kept as {aside.name}"
+
+
+def set_aside(path: Path, reason: str, checked: os.stat_result) -> Path:
+    """Move a published file that was found wrong to quarantine. Its readers are told the reason from the first moment on.
+
+    Args:
+        path: the file.
+        reason: what is wrong with it.
+        checked: the file that was looked at; another one that has taken its place stays.
+
+    Returns:
+        The file in quarantine.
+
+    Raises:
+        TargetExistsError: the file is another one by now, or is being written anew.
+        OSError: the folder can't be written to.
+    """
+    lock = WriterLock(path, None, patience_seconds=0.0)
+    try:
+        if fmt.identity(os.stat(path)) != fmt.identity(checked):
+            raise TargetExistsError(errno.EEXIST, "is another file than the one that was checked", str(path))
+        aside = quarantine_path(path)
+        write_error(aside, reason, None)
+        write_error(path, kept_aside(reason, aside), None)
+        path.replace(aside)
+        sync_folder(path.parent)
+    finally:
+        lock.remove()
+    return aside
 
 
 def pwrite_all(fd: int, data: NDArray[np.generic], offset: int) -> None:

@@ -28,7 +28,7 @@ from layertap.errors import (
 )
 from layertap.files import format as fmt
 from layertap.files.locks import LOCK_SUFFIX, is_held, read_content, wait_for_writer
-from layertap.files.paths import error_path
+from layertap.files.paths import QUARANTINE_SUFFIX, error_path
 from layertap.files.values import check_read_dtype, to_tensors
 
 if TYPE_CHECKING:
@@ -196,6 +196,13 @@ def _read_array(fd: int, offset: int, num_bytes: int, name: str) -> NDArray[np.u
 
 
 def _open(path: Path) -> int:
+    if path.name.endswith(QUARANTINE_SUFFIX):
+        found = _failure_on_record(path)
+        reason = "no reason is on record" if found is None else found.reason
+        raise HiddenStatesError(
+            f"{path}: in quarantine, its rows are wrong: {reason} (safetensors.torch.load_file opens it all the same)",
+            reason=reason,
+        )
     try:
         # not blocking: opening a pipe that somebody put there would wait for ever
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -117,6 +117,11 @@ class Metrics:
         for reason in KINDS:
             failures.add_metric([reason], totals.failures.get(reason, 0))
         yield failures
+        yield CounterMetricFamily(
+            "layertap_quarantined_files",
+            "Files whose rows failed a check, kept where no reader takes them.",
+            value=recorder.counts.quarantined,
+        )
         checks = CounterMetricFamily(
             "layertap_spot_checks",
             "Sequences that were computed a second time, by outcome.",

@@ -15,6 +15,7 @@ from layertap.capture.options import StoreOptions
 from layertap.capture.request import CaptureSpec
 from layertap.errors import LayertapError
 from layertap.files.locks import WriterLock, is_held
+from layertap.files.paths import QUARANTINE_SUFFIX
 from layertap.files.read import read_file
 from layertap.trust.findings import Report, State
 from layertap.writing.recorder import Recorder
@@ -37,6 +38,7 @@ def examine_store(report: Report, folder: Path) -> None:
         _locks(report, scratch)
         _sync(report, scratch)
         _room(report, folder)
+        _quarantine(report, folder)
         _speed(report, scratch)
     except OSError as exc:
         report.add(_SECTION, "examination", "bad", f"{folder}: {exc}")
@@ -123,6 +125,14 @@ def _room(report: Report, folder: Path) -> None:
         state,
         f"{free / 2**30:.1f} GiB free at {folder}; requests are refused below {least / 2**30:.0f} GiB",
     )
+
+
+def _quarantine(report: Report, folder: Path) -> None:
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries if entry.name.endswith(QUARANTINE_SUFFIX))
+    if names:
+        text = f"{len(names)} files were found wrong and are kept aside, the first is {names[0]}; its .error says why"
+        report.add(_SECTION, "quarantine", "note", text)
 
 
 def _speed(report: Report, scratch: Path) -> None:

@@ -13,6 +13,7 @@ That a row is of the right token and there exactly once is the assembly's busine
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from layertap.assembly import Piece
 from layertap.capture.request import EXPONENT_BITS, FP8, FP8_TAIL_BYTES, SAVE_DTYPES, CaptureSpec
 from layertap.errors import EngineError
 
-__all__ = ["RowChecks", "SeenRows", "finite"]
+__all__ = ["FinalCheck", "RowChecks", "SeenRows", "finite"]
 
 _MARK_BYTES = 8
 _FEW_TOKENS = 4
@@ -65,6 +66,20 @@ _RANGES = {
     FP8: "as the model computed them: if its dtype is float16, which ends at 65504, load it with bfloat16 or float32",
 }
 """What may have been left, and what to do, by the dtype that is saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinalCheck:
+    """What an engine wants to see of stored rows before they are published.
+
+    Attributes:
+        positions: which rows.
+        judge: gets them, uint8 [rows, layers, bytes of a slot]; returns the reason not to publish, or None. Called on a writer
+            thread.
+    """
+
+    positions: range
+    judge: Callable[[NDArray[np.uint8]], str | None]
 
 
 class SeenRows:

@@ -24,7 +24,7 @@ from layertap.files import format as fmt
 from layertap.files.publish import PendingFile
 from layertap.files.reap import TTL_FACT
 from layertap.writing.budget import ByteBudget
-from layertap.writing.checks import RowChecks, SeenRows
+from layertap.writing.checks import FinalCheck, RowChecks, SeenRows
 from layertap.writing.kinds import kind_of
 from layertap.writing.pool import Lane, WriterPool
 from layertap.writing.room import Reservation, StoreRoom
@@ -32,13 +32,20 @@ from layertap.writing.sinks import FileSink, MemorySink, Result, Sink
 
 logger = logging.getLogger(__name__)
 
+_MOST_QUARANTINED = 16
+"""A fault that hits every request must not fill the disk with what it spoilt."""
+
 
 @dataclass(slots=True)
 class Counts:
-    """What the recorder did, for metrics. Bytes are rows' bytes; failures are by kind (writing.kinds)."""
+    """What the recorder did, for metrics. Bytes are rows' bytes; failures are by kind (writing.kinds).
+
+    `quarantined` are files whose rows failed a check and were kept where no reader takes them.
+    """
 
     admitted: int = 0
     published: int = 0
+    quarantined: int = 0
     failures: dict[str, int] = field(default_factory=dict)
     rows: int = 0
     num_bytes: int = 0
@@ -47,20 +54,6 @@ class Counts:
     def failed(self) -> int:
         """Of all kinds."""
         return sum(list(self.failures.values()))
-
-
-@dataclass(frozen=True, slots=True)
-class FinalCheck:
-    """What an engine wants to see of stored rows before they are published.
-
-    Attributes:
-        positions: which rows.
-        judge: gets them, uint8 [rows, layers, bytes of a slot]; returns the reason not to publish, or None. Called on a writer
-            thread.
-    """
-
-    positions: range
-    judge: Callable[[NDArray[np.uint8]], str | None]
 
 
 class Capture:
@@ -175,9 +168,14 @@ class Capture:
                     owed = self._assembly.complete(final)
                     all_facts["replayed_rows"] = str(self._assembly.replayed_rows)
                 first_row, owed_ids = owed.start - self._assembly.base, final[owed.start : owed.stop]
-                self._checks.settle(first_row, owed_ids, self._sink.read_back)
-                if check is not None:
-                    self._ask(check)
+                try:
+                    self._checks.settle(first_row, owed_ids, self._sink.read_back)
+                    if check is not None:
+                        self._ask(check)
+                except EngineError as exc:
+                    kept = self._quarantine(exc, first_row, owed_ids, owed.start, len(final), all_facts)
+                    self._end_failed(exc, kept)
+                    return
                 result = self._sink.finish(first_row, owed_ids, owed.start, len(final), all_facts)
             except Exception as exc:  # noqa: BLE001 - told to the reader and to whoever holds the future
                 self._end_failed(exc)
@@ -194,6 +192,18 @@ class Capture:
         trouble = check.judge(rows)
         if trouble is not None:
             raise EngineError(trouble)
+
+    def _quarantine(self, cause: EngineError, first_row: int, token_ids: NDArray[np.int64], first_position: int,
+                    num_tokens: int, facts: Mapping[str, str]) -> int:  # fmt: skip
+        """Keep the rows that failed a check; return their bytes, 0 where nothing is kept."""
+        if self.path is None or not self._recorder.may_quarantine():
+            return 0
+        try:
+            self._sink.quarantine(str(cause), first_row, token_ids, first_position, num_tokens, facts)
+        except OSError as exc:
+            logger.warning("request %s: its rows can't be kept in quarantine: %s", self.request_id, describe(exc))
+            return 0
+        return len(token_ids) * self.spec.row_bytes
 
     def fail(self, reason: str | BaseException) -> None:
         """Give up: the reader gets the reason, what was written is dropped. Idempotent; nothing happens after `finish`."""
@@ -230,15 +240,15 @@ class Capture:
         if not self.result.done():
             self.result.set_exception(error)
 
-    def _end_failed(self, cause: BaseException) -> None:
+    def _end_failed(self, cause: BaseException, kept_bytes: int = 0) -> None:
         reason = describe(cause)
         error: BaseException = cause
         if not isinstance(cause, LayertapError):
             error = HiddenStatesError(f"request {self.request_id}: {reason}", reason=reason, request_id=self.request_id)
             error.__cause__ = cause
         try:
-            self._sink.fail(reason)
-            self._settle(0)
+            self._sink.fail(reason)  # does nothing where the rows are in quarantine
+            self._settle(kept_bytes)
             self._recorder.note_failed(reason, kind_of(error))
         finally:  # whatever happens, nobody waits for ever
             self._give_up(error)
@@ -354,6 +364,14 @@ class Recorder:
             self.counts.published += 1
             self.counts.rows += result.info.num_rows
             self.counts.num_bytes += result.info.num_rows * result.info.row_bytes
+
+    def may_quarantine(self) -> bool:
+        """Whether one more file may be kept in quarantine; counts it."""
+        with self._lock:
+            if self.counts.quarantined >= _MOST_QUARANTINED:
+                return False
+            self.counts.quarantined += 1
+            return True
 
     def note_failed(self, reason: str, kind: str) -> None:
         """Count a failed one, by its kind."""

@@ -45,6 +45,10 @@ class Sink(Protocol):
                facts: Mapping[str, str]) -> Result:  # fmt: skip
         """Make rows `first_row` on, one per token id, the result."""
 
+    def quarantine(self, reason: str, first_row: int, token_ids: NDArray[np.int64], first_position: int, num_tokens: int,
+                   facts: Mapping[str, str]) -> Path | None:  # fmt: skip
+        """Keep the same rows where no reader takes them for right; tell a reader why. None where only files are kept."""
+
     def fail(self, reason: str) -> None:
         """Drop everything; tell a reader why. Never raises."""
 
@@ -78,20 +82,35 @@ class FileSink:
 
     def finish(self, first_row: int, token_ids: NDArray[np.int64], first_position: int, num_tokens: int,
                facts: Mapping[str, str]) -> Result:  # fmt: skip
-        rows = slice(first_row, first_row + len(token_ids))
-        # rows that came in parts, from pipeline stages
-        for row in (np.flatnonzero(~self._digested[rows]) + first_row).tolist():
-            token = token_ids[row - first_row : row - first_row + 1]
-            self._digests[row] = fmt.row_digests(self._file.read_back(row, 1), token)[0]
         info = self._file.publish(
             first_row=first_row,
             token_ids=token_ids,
-            digests=self._digests[rows],
+            digests=self._all_digests(first_row, token_ids),
             first_position=first_position,
             num_tokens=num_tokens,
             facts=facts,
         )
         return Result(token_ids=token_ids, info=info, path=self._file.path)
+
+    def quarantine(self, reason: str, first_row: int, token_ids: NDArray[np.int64], first_position: int, num_tokens: int,
+                   facts: Mapping[str, str]) -> Path | None:  # fmt: skip
+        return self._file.quarantine(
+            reason,
+            first_row=first_row,
+            token_ids=token_ids,
+            digests=self._all_digests(first_row, token_ids),
+            first_position=first_position,
+            num_tokens=num_tokens,
+            facts=facts,
+        )
+
+    def _all_digests(self, first_row: int, token_ids: NDArray[np.int64]) -> NDArray[np.uint64]:
+        rows = slice(first_row, first_row + len(token_ids))
+        # rows that came in parts, from pipeline stages
+        for row in (np.flatnonzero(~self._digested[rows]) + first_row).tolist():
+            token = token_ids[row - first_row : row - first_row + 1]
+            self._digests[row] = fmt.row_digests(self._file.read_back(row, 1), token)[0]
+        return self._digests[rows]
 
     def fail(self, reason: str) -> None:
         self._file.fail(reason)
@@ -134,6 +153,11 @@ class MemorySink:
             facts={**self._info.facts, **facts},
         )
         return Result(token_ids=token_ids, info=info, rows=rows)
+
+    def quarantine(self, reason: str, first_row: int, token_ids: NDArray[np.int64], first_position: int, num_tokens: int,
+                   facts: Mapping[str, str]) -> Path | None:  # fmt: skip
+        self.fail(reason)
+        return None
 
     def fail(self, reason: str) -> None:
         self._rows = np.empty((0, *self._shape), np.uint8)

@@ -29,6 +29,7 @@ from layertap.engines.transformers.spot_check import SpotCheck
 from layertap.engines.transformers.tap import Arena, Arenas
 from layertap.engines.transformers.weights import Weights
 from layertap.errors import LayertapError, PromptError, UnsupportedModelError
+from layertap.writing.checks import FinalCheck
 
 __all__ = ["Extractor"]
 
@@ -253,12 +254,11 @@ class Extractor:
         begin = 0
         for job, positions in zip(flight.jobs, flight.wanted, strict=True):
             end = begin + len(positions)
+            check = None
             if positions and self.spot_check.due():
                 trouble = self._spot_checked(job, positions, flight.arena.host_rows(begin, end))
                 if trouble is not None:
-                    job.capture.fail(trouble)
-                    begin = end
-                    continue
+                    check = _refusal(positions, trouble)
             if positions:
                 data, release = flight.arena.share(begin, end)
                 ids = np.asarray(job.token_ids[positions.start : positions.stop], np.int64)
@@ -275,7 +275,7 @@ class Extractor:
                         all_finite=looked is not None and bool(looked[1][begin:end].all()),
                     )
                 )
-            job.capture.finish(job.token_ids, "prefill")
+            job.capture.finish(job.token_ids, "prefill", check=check)
             begin = end
 
     def _spot_checked(self, job: ExtractJob, positions: range, rows: Tensor) -> str | None:
@@ -304,6 +304,11 @@ class Extractor:
         while len(packer):
             for item in packer.pop().items:
                 item.value.capture.fail(_STOPPED)
+
+
+def _refusal(positions: range, trouble: str) -> FinalCheck:
+    """What keeps rows that were found wrong from being published."""
+    return FinalCheck(positions[:1], lambda _rows: trouble)
 
 
 def _wanted(job: ExtractJob) -> range:

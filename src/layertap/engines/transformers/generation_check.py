@@ -23,7 +23,7 @@ from layertap.engines.transformers.spot_check import SpotCheck
 from layertap.engines.transformers.trial import Verdict
 from layertap.engines.transformers.weights import Layout
 from layertap.errors import LayertapError
-from layertap.writing.recorder import FinalCheck
+from layertap.writing.checks import FinalCheck
 
 __all__ = ["GenerationCheck"]
 

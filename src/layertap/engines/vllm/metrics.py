@@ -15,6 +15,7 @@ COUNTERS = {
     "rows": "Rows of hidden states in published files.",
     "bytes": "Bytes of rows in published files.",
     "files": "Files published.",
+    "quarantined": "Files whose rows failed a check, kept where no reader takes them.",
     "refused": "Requests with options that can't be honoured.",
     "prefix_hits": "Rows of cached tokens that came from the host instead of being computed (prefix_rows_bytes).",
     "prefix_misses": "Rows of prompts that were computed, since their blocks or their kept rows weren't there (prefix_rows_bytes).",

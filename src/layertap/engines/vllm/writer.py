@@ -70,6 +70,7 @@ def counts_of(collector: Collector) -> dict[str, float]:
         "rows": recorder.counts.rows,
         "bytes": recorder.counts.num_bytes,
         "files": recorder.counts.published,
+        "quarantined": recorder.counts.quarantined,
         "waited_seconds": recorder.budget.waited_seconds,
         "in_flight_bytes": recorder.budget.in_flight_bytes,
         **{f"{FAILURES}.{kind}": count for kind, count in list(recorder.counts.failures.items())},
