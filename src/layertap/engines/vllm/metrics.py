@@ -123,6 +123,8 @@ class Reporter:
 
     def report(self, counts: dict[str, float]) -> HiddenStatesStats | None:
         """A report, or None where nothing changed."""
+        if counts == self._last:  # nearly every step, and it is in the engine's loop
+            return None
         changed = {name: value - self._last.get(name, 0) for name, value in counts.items() if _grows(name)}
         data = {name: value for name, value in changed.items() if value}
         data |= {name: counts[name] for name in GAUGES if name in counts and counts[name] != self._last.get(name, 0)}
