@@ -25,6 +25,12 @@ QWEN3_8B = {
     "bos_token_id": 151_643,
     "eos_token_id": 151_645,
 }
+QWEN3_32B = QWEN3_8B | {
+    "hidden_size": 5120,
+    "intermediate_size": 25_600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+}
 
 
 def mixed_lengths(total_tokens: int = MIXED_TOKENS) -> list[int]:

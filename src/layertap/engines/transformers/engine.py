@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from layertap.engines.base import ExtractJob, GenerateJob, ModelInfo
+from layertap.engines.transformers.budget import Plan, device_room, parse_memory
 from layertap.engines.transformers.extract import Extractor
 from layertap.engines.transformers.generate import GenerationOptions, Generator
 from layertap.engines.transformers.generation_config import read_generation_config
@@ -23,7 +24,7 @@ from layertap.engines.transformers.selftest import Routes
 from layertap.engines.transformers.spot_check import SpotCheck
 from layertap.engines.transformers.trial import Verdict
 from layertap.engines.transformers.weights import Weights
-from layertap.errors import EngineError, ModelError
+from layertap.errors import EngineError, ModelError, OptionError
 from layertap.params import SamplingParams
 
 __all__ = ["TransformersEngine"]
@@ -43,6 +44,9 @@ class TransformersEngine:
         tokenizer: a folder or hub id, where the tokenizer isn't the model's.
         max_model_len: a lower limit on the length of sequences.
         max_num_batched_tokens: most tokens of a shared forward of `extract`; None chooses for the device.
+        max_memory: device memory that `extract` may take, such as "24GiB"; default what is free. Blocks that don't fit in it
+            stay in host memory and are copied while others run.
+        load_format: "auto", or "dummy" for random weights without a checkpoint, for measurements.
         generation: how much memory and how many sequences generation may take.
         spot_check: one prompt of `extract` in so many, and one generated sequence with rows in so many, is computed a second
             time, alone, and compared; 0 is never.
@@ -63,6 +67,8 @@ class TransformersEngine:
         tokenizer: str | Path | None = None,
         max_model_len: int | None = None,
         max_num_batched_tokens: int | None = None,
+        max_memory: int | str | None = None,
+        load_format: str = "auto",
         generation: GenerationOptions | None = None,
         spot_check: int = 1000,
     ) -> None:
@@ -70,7 +76,12 @@ class TransformersEngine:
             model, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
         )
         self._tokenizer_source = tokenizer
-        self.weights = Weights(self._source)
+        if load_format not in ("auto", "dummy"):
+            raise OptionError(f"load_format: expected 'auto' or 'dummy', got {load_format!r}")
+        if load_format == "dummy":
+            logger.warning("load_format='dummy': the weights are random, and so are the rows")
+        room = device_room(self._source.device, parse_memory(max_memory))
+        self.weights = Weights(self._source, room=room, dummy=load_format == "dummy")
         layout = self.weights.layout
         self._generation_options = generation
         self._generator: Generator | None = None
@@ -88,7 +99,7 @@ class TransformersEngine:
             device=str(self._source.device),
             engine="transformers",
             engine_version=transformers.__version__,
-            quantization=self._source.quantization,
+            quantization="dummy" if load_format == "dummy" else self._source.quantization,
             residual=layout.found.residual.note,
             eos_token_ids=eos_token_ids,
             generation_defaults=defaults,
@@ -124,6 +135,11 @@ class TransformersEngine:
     def routes(self, depth: int | None = None) -> Routes:
         """Say how prompts of this model may share a forward, with its first `depth` blocks (all of them if None)."""
         return self._extractor.prepare(self.info.num_layers if depth is None else depth)
+
+    @property
+    def plan(self) -> Plan | None:
+        """How weights and tokens share the device's memory, where not all weights fit in it and some are loaded."""
+        return self._extractor.plan
 
     def check(self, params: SamplingParams) -> None:
         """Refuse what this engine can't honour.

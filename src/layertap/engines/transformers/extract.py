@@ -22,6 +22,8 @@ from torch import Tensor
 from layertap.assembly import Rows
 from layertap.engines.base import ExtractJob
 from layertap.engines.fp8 import storage
+from layertap.engines.transformers.budget import ARENAS, RESERVE, Plan, arena_bytes, make_plan, measure
+from layertap.engines.transformers.offload import SLOTS, Streamer, spread
 from layertap.engines.transformers.packing import Item, Packer, Way
 from layertap.engines.transformers.passes import Passes
 from layertap.engines.transformers.selftest import Routes, choose_routes
@@ -38,7 +40,6 @@ logger = logging.getLogger(__name__)
 _CPU_BUDGET_TOKENS = 2048
 _CUDA_BUDGET_TOKENS = 16_384
 _CPU_ARENA_BYTES = 512 * 2**20
-_CUDA_ARENA_BYTES = 2 * 2**30
 _LEAST_BUDGET_TOKENS = 256
 _COMPILE_AFTER_TOKENS = 150_000
 _SWITCH_SECONDS = 0.0005
@@ -98,8 +99,10 @@ class Extractor:
         self._hidden_size = weights.layout.hidden_size
         device = weights.source.device
         self._is_cuda = device.type == "cuda"
+        self._fixed_budget = budget_tokens is not None
         self.budget_tokens = budget_tokens or (_CUDA_BUDGET_TOKENS if self._is_cuda else _CPU_BUDGET_TOKENS)
-        self._arenas = Arenas(device, count=3 if self._is_cuda else 2)
+        self._arena_bytes = arena_bytes(weights.room) if self._is_cuda else _CPU_ARENA_BYTES
+        self._arenas = Arenas(device, count=ARENAS if self._is_cuda else 2)
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()
         self._passes: Passes | None = None
@@ -108,6 +111,8 @@ class Extractor:
         self._tokens_run = 0
         self._compiled = False
         self.routes: Routes | None = None
+        self.plan: Plan | None = None
+        """How weights and tokens share the device's memory, where not all weights fit in it."""
         self.spot_check = SpotCheck()
 
     def prepare(self, depth: int) -> Routes:
@@ -116,6 +121,8 @@ class Extractor:
             return self._prepare(depth)
 
     def _prepare(self, depth: int) -> Routes:
+        if depth > self._depth:
+            self._passes = None  # they hold weights that a deeper model may have no room beside
         model = self._weights.at_least(depth)
         if self.routes is None or self._passes is None or depth > self._depth:
             self._depth = max(depth, self._weights.depth)
@@ -126,7 +133,38 @@ class Extractor:
                 raise
             self._passes = Passes(model, self._weights.layout, self.routes.attention)
             self._compiled = False
+            if self._weights.streamer is not None:
+                self._share_out(self._weights.streamer, self._passes, self.routes)
         return self.routes
+
+    def _share_out(self, streamer: Streamer, passes: Passes, routes: Routes) -> None:
+        """Give the device's memory to tokens and blocks, as the costs measured on it say."""
+        weights, room = self._weights, self._weights.room or 0
+        costs = measure(passes, streamer, routes.way, self._depth, self._max_model_len)
+        block = streamer.block_bytes
+        arenas = ARENAS * self._arena_bytes if self._is_cuda else 0
+        left = room - room // RESERVE - weights.other_bytes - SLOTS * block - arenas
+        plan = make_plan(
+            costs,
+            num_blocks=self._depth,
+            block_bytes=block,
+            room=max(left, 0),
+            tokens=self.budget_tokens,
+            fixed=self._fixed_budget or not self._is_cuda,
+        )
+        streamer.arrange(spread(plan.resident, self._depth))
+        self.budget_tokens = plan.tokens
+        self.plan = plan
+        logger.info(
+            "%d of %d blocks stay on the device, the others come from host memory in %.1f ms each; a block computes %.0f tokens "
+            "in that time, %d tokens a forward hide the copies; a forward has up to %d",
+            plan.resident,
+            self._depth,
+            costs.seconds_per_copy * 1e3,
+            costs.seconds_per_copy / costs.seconds_per_token,
+            plan.needed,
+            plan.tokens,
+        )
 
     def run(self, jobs: Iterable[ExtractJob]) -> Iterator[int]:
         """Run jobs; yields the index of each whose rows have been handed over, or that has failed."""
@@ -158,7 +196,7 @@ class Extractor:
         except LayertapError as exc:
             job.capture.fail(exc)
             return False
-        limit = (_CUDA_ARENA_BYTES if self._is_cuda else _CPU_ARENA_BYTES) // spec.row_bytes
+        limit = self._arena_bytes // spec.row_bytes
         packer.way, packer.max_together = routes.way, routes.max_together
         packer.budget = min(self.budget_tokens, max(limit, _LEAST_BUDGET_TOKENS))
         packer.push(Item(job, len(job.token_ids), (spec.layers, spec.dtype)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +137,9 @@ class _View:
         self.model = model
         self.modules = layout.blocks_of(model)
         self._tap = Tap(self.modules, layout.residual_of(model))
+        self._streamer = layout.streamer
+        if self._streamer is not None:
+            self._streamer.attach(self.modules)
         self._rotary = [
             (module, dict(module._buffers), _rotary_numbers(module))
             for module in model.modules()
@@ -151,7 +155,8 @@ class _View:
 
     def run(self, inputs: dict[str, Any], layers: Sequence[int], rows: Tensor, pieces: Sequence[Piece]) -> None:
         ids = inputs["input_ids"]
-        with torch.no_grad(), self._tap.into(rows, layers, pieces, (ids.shape[0], ids.shape[1])):
+        weights = nullcontext() if self._streamer is None else self._streamer.running(max(layers))
+        with torch.no_grad(), weights, self._tap.into(rows, layers, pieces, (ids.shape[0], ids.shape[1])):
             run_to_exit(lambda: self.model(**inputs))
 
 

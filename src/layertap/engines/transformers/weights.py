@@ -3,12 +3,15 @@
 Blocks deeper than `depth`, an untied head and towers for pictures or sound are *placeholders* without parameters in a
 subclass of the model's own class, so that transformers' loader finds no place for their tensors and never reads them, while
 every number in the configuration stays what it is. A deeper call reads the missing blocks and takes over those that are there.
-A checkpoint that lacks a needed tensor is an error: a randomly initialised weight is never used.
+A checkpoint that lacks a needed tensor is an error: a randomly initialised weight is never used (but for `load_format="dummy"`).
+
+Blocks that don't fit the device's memory are read a few at a time and kept in host memory (see `offload`).
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import threading
 from typing import TYPE_CHECKING, Any
@@ -18,8 +21,11 @@ from torch import nn
 
 from layertap.capture.blocks import Blocks, find_blocks
 from layertap.capture.residual import Residual, find_residual
+from layertap.engines.transformers.budget import fits
 from layertap.engines.transformers.checkpoint import checkpoint_for
+from layertap.engines.transformers.dummy import random_model
 from layertap.engines.transformers.load import ModelSource
+from layertap.engines.transformers.offload import SLOTS, Streamer, flat_bytes
 from layertap.errors import ModelError
 
 if TYPE_CHECKING:
@@ -28,6 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["Layout", "Placeholder", "Weights"]
 
 logger = logging.getLogger(__name__)
+
+_GROUP_BYTES = 4 * 2**30
+"""Of blocks that are read together on their way to host memory."""
 
 
 class Placeholder(nn.Module):
@@ -65,6 +74,8 @@ class Layout:
         embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
         self.vocab_size = int(embeddings.weight.shape[0])
         self.hidden_size = self.found.hidden_size or int(embeddings.weight.shape[1])
+        self.streamer: Streamer | None = None
+        """Brings the weights of blocks that aren't on the device, if there are any."""
 
     def blocks_of(self, model: nn.Module) -> list[nn.Module]:
         """The blocks of a copy, placeholders among them."""
@@ -78,10 +89,18 @@ class Layout:
 
 
 class Weights:
-    """The weights of one model, grown on demand and never shrunk. Thread-safe."""
+    """The weights of one model, grown on demand and never shrunk. Thread-safe.
 
-    def __init__(self, source: ModelSource) -> None:
+    Args:
+        source: the model.
+        room: device memory for the model and its work; weights that don't fit in it stay in host memory. None is any amount.
+        dummy: random weights instead of the checkpoint's.
+    """
+
+    def __init__(self, source: ModelSource, *, room: int | None = None, dummy: bool = False) -> None:
         self.source = source
+        self.room = room
+        self._dummy = dummy
         self._lock = threading.Lock()
         self._model: PreTrainedModel | None = None
         self._depth = 0
@@ -90,11 +109,19 @@ class Weights:
         self.layout = Layout(shape)
         self._tied = _ties_cross_blocks(shape, self.layout.path)
         self.num_layers = len(self.layout.names)
+        self.block_bytes = tuple(flat_bytes(block.parameters(), source.dtype) for block in self.layout.blocks_of(shape))
+        self.all_bytes = flat_bytes(shape.parameters(), source.dtype)
+        self.other_bytes = self._bytes_besides_blocks(shape)
 
     @property
     def depth(self) -> int:
         """How many blocks are loaded."""
         return self._depth
+
+    @property
+    def streamer(self) -> Streamer | None:
+        """Brings blocks from host memory, if not all of them fit the device's."""
+        return self.layout.streamer
 
     def at_least(self, depth: int, *, complete: bool = False) -> PreTrainedModel:
         """Return the model with its first `depth` blocks loaded.
@@ -104,10 +131,16 @@ class Weights:
             complete: everything, the head too, as generation needs it.
 
         Raises:
-            ModelError: a weight file is missing, corrupt, or lacks a tensor.
+            ModelError: a weight file is missing, corrupt, or lacks a tensor; or there is too little memory.
         """
         with self._lock:
             if complete and not self._complete:
+                if self.streamer is not None or (self.room is not None and self.all_bytes > self.room):
+                    raise ModelError(
+                        f"{self.source.name}: generation needs all weights on the device, {_gib(self.all_bytes)}, and there "
+                        f"is {_gib(self.room or 0)}: only extraction runs with weights in host memory; engine='vllm' "
+                        "generates on several GPUs"
+                    )
                 self._model, self._depth = self._load(range(self.num_layers), complete=True), self.num_layers
                 self._complete = True
             elif self._model is None or depth > self._depth:
@@ -115,28 +148,80 @@ class Weights:
                 self._depth = depth
             return self._model
 
+    def _bytes_besides_blocks(self, shape: PreTrainedModel) -> int:
+        tied = dict(getattr(shape, "all_tied_weights_keys", None) or {})
+        left_out = tuple(f"{name}." for name in _not_needed(shape, self.layout, range(0), tied))
+        kept = [parameter for name, parameter in shape.named_parameters() if not name.startswith(left_out)]
+        return flat_bytes(kept, self.source.dtype)
+
     def forget(self) -> None:
         """Drop what is loaded: a model that writes to its own weights has spoiled them."""
         with self._lock:
-            self._model, self._depth, self._complete = None, 0, False
+            self._forget()
+
+    def _forget(self) -> None:
+        self._model, self._depth, self._complete = None, 0, False
+        self.layout.streamer = None
+        gc.collect()  # modules and their hooks hold one another
 
     def _deepen(self, depth: int) -> PreTrainedModel:
+        if not fits(self.other_bytes + sum(self.block_bytes[:depth]), self.room) and self._can_stream():
+            self._forget()
+            return self._load_streamed(depth)
         old = self._model
         if old is None or self._tied:
             return self._load(range(depth), complete=False)
         fresh = self._load(range(self._depth, depth), complete=False)
-        for index in range(self._depth):
-            name = self.layout.names[index]
-            parent, _, leaf = name.rpartition(".")
-            setattr(fresh.get_submodule(parent), leaf, old.get_submodule(name))
+        self._take_over(fresh, old, range(self._depth))
         return fresh
 
-    def _load(self, real: range, *, complete: bool) -> PreTrainedModel:
+    def _take_over(self, model: PreTrainedModel, other: PreTrainedModel, blocks: range) -> None:
+        for index in blocks:
+            name = self.layout.names[index]
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, other.get_submodule(name))
+
+    def _can_stream(self) -> bool:
+        why = None
+        if self._tied:
+            why = "its blocks share weights with one another"
+        elif self.source.quantization is not None and self.source.gguf_file is None:
+            why = f"it is quantized ({self.source.quantization})"
+        if why is not None:
+            logger.warning("%s may not fit the device's memory; since %s, it can't be streamed", self.source.name, why)
+        return why is None
+
+    def _load_streamed(self, depth: int) -> PreTrainedModel:
+        """Blocks go to host memory a few at a time; beside them never more than those few are in memory a second time."""
+        slot = max(self.block_bytes)
+        room = self.room or 0
+        if self.other_bytes + SLOTS * slot > room:
+            raise ModelError(
+                f"{self.source.name}: {_gib(room)} of device memory are too little: embeddings and the like take "
+                f"{_gib(self.other_bytes)}, and {SLOTS} blocks must fit, {_gib(slot)} each"
+            )
+        host_bytes = sum(self.block_bytes[:depth])
+        logger.info("%s: weights of %d blocks, %s, stay in host memory", self.source.name, depth, _gib(host_bytes))
+        model = self._load(range(0), complete=False)
+        streamer = Streamer(self.source.device, slot)
+        group = depth if self.source.gguf_file else max(1, (room - self.other_bytes - SLOTS * slot) // 2 // slot)
+        group = min(group, max(1, _GROUP_BYTES // slot)) if not self.source.gguf_file else group
+        for begin in range(0, depth, group):
+            some = range(begin, min(begin + group, depth))
+            part = self._load(some, complete=False, only_blocks=True)
+            for index in some:
+                streamer.adopt(index, part.get_submodule(self.layout.names[index]))
+            self._take_over(model, part, some)
+        streamer.arrange()
+        self.layout.streamer = streamer
+        return model
+
+    def _load(self, real: range, *, complete: bool, only_blocks: bool = False) -> PreTrainedModel:
         source = self.source
-        cls = source.model_class if complete else _partial_class(source, self.layout, real)
+        cls = source.model_class if complete else _partial_class(source, self.layout, real, only_blocks)
         if complete or len(real) == self.num_layers:
             logger.info("%s: loading all %d blocks in %s", source.name, self.num_layers, source.dtype)
-        else:
+        elif real:
             logger.info(
                 "%s: loading blocks %d to %d of %d in %s",
                 source.name,
@@ -145,11 +230,14 @@ class Weights:
                 self.num_layers,
                 source.dtype,
             )
+        if self._dummy:
+            names = {index: self.layout.names[index] for index in real}
+            return random_model(source, cls, self.layout.found.decoder_path, names).requires_grad_(False).eval()
         options: dict[str, Any] = {"dtype": source.dtype, "config": source.config, "output_loading_info": True}
         options["ignore_mismatched_sizes"] = (
             True  # said with the tensor's name below, where transformers says only that
         )
-        if source.device.type != "cpu":
+        if source.device.type != "cpu" and not only_blocks:
             options["device_map"] = {"": source.device}
         if source.gguf_file:
             from transformers import GgufConfig
@@ -167,6 +255,10 @@ class Weights:
         return model.eval()
 
 
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.3g} GiB"
+
+
 def _build_on_meta(source: ModelSource) -> PreTrainedModel:
     with torch.device("meta"):
         return source.model_class(copy.deepcopy(source.config))
@@ -177,14 +269,24 @@ def _ties_cross_blocks(model: PreTrainedModel, path: str) -> bool:
     return any(name.startswith(path + ".") for pair in tied.items() for name in pair)
 
 
-def _partial_class(source: ModelSource, layout: Layout, real: range) -> type[PreTrainedModel]:
-    """A subclass whose instances hold only the blocks in `real`, and no head or tower of their own."""
+def _partial_class(
+    source: ModelSource, layout: Layout, real: range, only_blocks: bool = False
+) -> type[PreTrainedModel]:
+    """A subclass whose instances hold only the blocks in `real`, and no head or tower of their own.
+
+    Args:
+        source: the model.
+        layout: where its blocks are.
+        real: the blocks that are wanted.
+        only_blocks: no embeddings and the like, either.
+    """
     cls = source.model_class
 
     def init(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         cls.__init__(self, *args, **kwargs)
         tied = dict(getattr(self, "all_tied_weights_keys", None) or {})
-        for name in _not_needed(self, layout, real, tied):
+        left_out = _not_needed(self, layout, real, tied)
+        for name in [*left_out, *(_besides_blocks(self, layout) if only_blocks else ())]:
             parent, _, leaf = name.rpartition(".")
             setattr(self.get_submodule(parent), leaf, Placeholder(self.get_submodule(name), source))
         kept = {name for name, _ in self.named_parameters(remove_duplicate=False)}
@@ -206,6 +308,18 @@ def _not_needed(model: PreTrainedModel, layout: Layout, real: range, tied: dict[
             names.append(name)
     names += _towers(model, layout.path)
     return names
+
+
+def _besides_blocks(model: PreTrainedModel, layout: Layout) -> list[str]:
+    """Modules with weights that neither are blocks nor hold them, the largest of each."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        above = f"{layout.path}.".startswith(f"{name}.") or not name
+        if above or f"{name}.".startswith(f"{layout.path}.") or any(name.startswith(f"{one}.") for one in found):
+            continue
+        if next(module.parameters(), None) is not None:
+            found.append(name)
+    return found
 
 
 def _towers(model: PreTrainedModel, path: str) -> list[str]:
