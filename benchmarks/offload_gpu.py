@@ -117,12 +117,13 @@ def case(folder: Path, cap: float, num_blocks: int, num_tokens: int, repeats: in
     seconds = [extract(llm, work, layers) for _ in range(repeats)]
     peak = torch.cuda.max_memory_allocated()
     copy = streamer.seconds_per_copy()
+    halved_to = engine._extractor.budget_tokens
+    torch.cuda.set_per_process_memory_fraction(1.0)  # the check keeps more blocks on the device
     checked = check(folder, llm)
     block_bytes = streamer.block_bytes
     llm.close()
     del llm, engine, streamer
     free()
-    torch.cuda.set_per_process_memory_fraction(1.0)
     ceiling = gemm_rate(num_tokens, plan.tokens, num_blocks)
     free()
     rates = [round(num_tokens / one) for one in seconds]
@@ -130,7 +131,8 @@ def case(folder: Path, cap: float, num_blocks: int, num_tokens: int, repeats: in
         "cap_GiB": cap,
         "blocks": num_blocks,
         "resident": plan.resident,
-        "tokens_a_forward": plan.tokens,
+        "tokens_a_forward": halved_to,  # less than planned only after an out of memory
+        "tokens_planned": plan.tokens,
         "tokens_that_hide_copies": plan.needed,
         "load_s": round(loaded, 1),
         "first_runs_s": [round(one, 1) for one in first],

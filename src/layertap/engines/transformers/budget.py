@@ -102,6 +102,7 @@ def device_room(device: torch.device, max_memory: int | None) -> int | None:
         if max_memory is not None:
             logger.warning("max_memory on a %s only moves weights within the same memory", device.type)
         return max_memory
+    device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
     free, total = torch.cuda.mem_get_info(device)
     own_free = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     share = torch.cuda.get_per_process_memory_fraction(device)
