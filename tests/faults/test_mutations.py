@@ -11,12 +11,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from file_cases import make_data, make_recorder, make_spec, write_sample
+from torch import nn
 
 from layertap import LLM, ExtractionError, HiddenStatesError, MissingError, TornError, load_hidden_states
 from layertap.assembly import Rows
+from layertap.capture.request import CaptureSpec, Window
 from layertap.engines.transformers.passes import Passes
 from layertap.engines.transformers.row_tap import _Group
+from layertap.engines.transformers.tap import _Target
+from layertap.engines.vllm.collector import Collector
+from layertap.engines.vllm.compat import Layout
+from layertap.engines.vllm.messages import Finish, Order
+from layertap.engines.vllm.tap import Tap as VllmTap
+from layertap.engines.vllm.unpack import want_of
 from layertap.files.read import read_file
 from layertap.testing import zoo
 from layertap.trust.findings import Report
@@ -138,6 +147,94 @@ def test_a_fault_in_what_is_handed_over_is_caught_by_a_check_that_is_always_on(f
             list(llm.extract(PROMPTS))
 
 
+@pytest.mark.parametrize("missing", ["row", "layer"])
+def test_a_row_left_over_from_the_batch_before_is_caught_where_the_tap_did_not_write_it(
+    missing, checkpoint, monkeypatch
+):
+    real = _Target.copy
+
+    def copy(self, stream, slot):
+        kept = self.rows[7, slot].clone() if missing == "row" else self.rows[:, slot].clone()
+        real(self, stream, slot)
+        if missing == "row":
+            self.rows[7, slot] = kept
+        elif slot == 1:
+            self.rows[:, slot] = kept
+
+    with LLM(checkpoint, layers=[1, 2, 4], spot_check=0) as llm:
+        assert len(list(llm.extract(PROMPTS))) == 2  # the arena holds their rows now
+        monkeypatch.setattr(_Target, "copy", copy)
+        where = "position 7, layer 1" if missing == "row" else "position 0, layer 2"
+        with pytest.raises(ExtractionError, match=f"the tap didn't write the row at {where}"):
+            list(llm.extract([[50 + token for token in prompt] for prompt in PROMPTS]))
+
+
+class OtherEngine:
+    """What a worker of the vLLM engine does around a step, with blocks that count upwards."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.spec = CaptureSpec(
+            layers=(1, 2, 3), dtype="float32", hidden_size=16, prompt_len=6, max_tokens=0, window=Window()
+        )
+        self.blocks = [Block() for _ in range(3)]
+        taps = (1, 2, 3)
+        self.tap = VllmTap(
+            taps,
+            hidden_size=16,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            max_rows=8,
+            max_plans=2,
+            host_bytes=1 << 20,
+        )
+        self.tap.install(dict(enumerate(self.blocks)), "first", {})
+        self.collector = Collector(make_recorder(), taps, torch.float32)
+        self.number = 0
+
+    def run(self, name):
+        """A prompt of six tokens in one step; what its reader gets."""
+        path, ids = self.folder / f"{name}.safetensors", torch.arange(6) + 7 * self.number
+        order = Order(request_id=name, spec=self.spec, path=str(path), overwrite=False, public_id=name, tag=None)
+        self.collector.order(order)
+        self.collector.wait_for_admissions(30)
+        layout = Layout([name], np.array([0, 6]), np.zeros(1, np.int64), 6, ids, torch.arange(6))
+        self.tap.begin(layout, {name: want_of(order, (1, 2, 3))})
+        hidden = torch.randn(6, 16)
+        for block in self.blocks:
+            hidden = block(hidden)
+        self.collector.step(self.tap.end(self.number))
+        self.number += 1
+        self.collector.finish(Finish(request_id=name, token_ids=tuple(ids.tolist()), finish_reason="prefill"))
+        return read_file(path, timeout=30)
+
+    def close(self):
+        self.tap.close()
+        self.collector.close()
+
+
+class Block(nn.Module):
+    def forward(self, hidden):
+        return hidden + torch.arange(1, 17)
+
+
+@pytest.mark.parametrize("fault", ["a graph without the tap", "maps of the step before"])
+def test_cells_left_over_from_the_step_before_are_caught_by_their_stamps_on_the_vllm_engine(
+    fault, tmp_path, monkeypatch
+):
+    engine = OtherEngine(tmp_path)
+    assert engine.run("before").info.num_rows == 6
+    assert engine.run("right").info.num_rows == 6
+    if fault == "a graph without the tap":
+        del engine.blocks[1].forward
+    else:
+        engine.tap._destinations[:3] = torch.arange(0, 9, 3, dtype=torch.int32)
+        monkeypatch.setattr(engine.tap, "_fill_maps", lambda *args: None)
+    with pytest.raises(HiddenStatesError, match="of 18 rows weren't written by the tap in this step"):
+        engine.run("stale")
+    engine.close()
+
+
 def test_rows_of_generation_shifted_against_their_tokens_are_caught_by_the_doctor(checkpoint, tmp_path, monkeypatch):
     real = _Group._rows
     monkeypatch.setattr(_Group, "_rows", lambda self, hidden: real(self, hidden.roll(1, dims=0)))
@@ -205,6 +302,7 @@ def test_the_table_in_the_docs_lists_every_fault():
         "never handed over",
         "stale",
         "another request",
+        "left over",
         "generated rows",
         "half-written",
         "lock deleted",

@@ -24,9 +24,12 @@ from layertap.assembly import Piece
 from layertap.capture.request import EXPONENT_BITS, FP8, FP8_TAIL_BYTES, SAVE_DTYPES, CaptureSpec
 from layertap.errors import EngineError
 
-__all__ = ["FinalCheck", "RowChecks", "SeenRows", "finite"]
+__all__ = ["MARK_BYTES", "FinalCheck", "RowChecks", "SeenRows", "finite"]
 
-_MARK_BYTES = 8
+MARK_BYTES = 8
+"""At the beginning of each row of a layer. An engine that fills them with 0xFF before the forward, a NaN in every dtype, learns
+of rows that nothing wrote."""
+_UNWRITTEN = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 _FEW_TOKENS = 4
 _MOST_SEEN = 1 << 16
 _MOST_COMPARED = 256
@@ -121,8 +124,8 @@ class RowChecks:
     def look(self, piece: Piece, *, all_finite: bool = False) -> None:
         """See a piece on its way to the sink; `all_finite` where the engine has looked at every value itself."""
         num_rows, num_slots, slot_bytes = piece.data.shape
-        marks = np.zeros((num_rows, num_slots, _MARK_BYTES), np.uint8)
-        marks[:, :, : min(slot_bytes, _MARK_BYTES)] = piece.data[:, :, :_MARK_BYTES]
+        marks = np.zeros((num_rows, num_slots, MARK_BYTES), np.uint8)
+        marks[:, :, : min(slot_bytes, MARK_BYTES)] = piece.data[:, :, :MARK_BYTES]
         slots = slice(piece.first_slot, piece.first_slot + num_slots)
         self._marks[piece.row : piece.row + num_rows, slots] = marks.view(np.uint64)[:, :, 0]
         if self._broken:  # a replay may bring better ones
@@ -164,6 +167,8 @@ class RowChecks:
         if broken:
             # the shallowest is where it began: what follows from it may spread to earlier positions, 0 * NaN being NaN
             first = min(broken, key=lambda place: (self._spec.layers[place[1]], place[0]))
+            if self._marks[first] == _UNWRITTEN:
+                raise EngineError(f"the tap didn't write the row at {self._where(*first)} in this batch")
             raise EngineError(
                 f"{len(broken)} of {num_rows * len(self._spec.layers)} rows hold NaN or infinity, first at "
                 f"{self._where(*first)} ({_RANGES[self._spec.dtype]})"

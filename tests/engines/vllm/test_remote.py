@@ -76,9 +76,16 @@ class Handing:
                 self._released,
                 torch.from_numpy(facts),
                 self.cell,
+                self._stamped(count),
+                self.number + 1,
             )
         )
         self.cell, self.number = self.cell + count, self.number + 1
+
+    def _stamped(self, count):
+        stamps = self.ring.stamps[self.cell : self.cell + count]
+        stamps[:] = self.number + 1
+        return stamps
 
     def finish(self, name, seed):
         ids = make_data(SPEC, seed=seed)[1]
@@ -198,7 +205,16 @@ def test_a_step_that_cant_be_read_costs_its_request_and_its_room_comes_back(tmp_
             raise RuntimeError("the copy failed")
 
     handing.collector.step(
-        Broken(0, [Chunk("lost", 0, 1, 0, 2, 0)], handing.ring.array[:2], handing._released, None, 0)
+        Broken(
+            0,
+            [Chunk("lost", 0, 1, 0, 2, 0)],
+            handing.ring.array[:2],
+            handing._released,
+            None,
+            0,
+            handing.ring.stamps[:2],
+            1,
+        )
     )
     handing.step("good", 3)
     handing.finish("good", 3)

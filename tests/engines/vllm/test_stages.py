@@ -53,7 +53,18 @@ class Stages:
         rows, ids = make_data(SPEC, seed=seed)
         cells = np.ascontiguousarray(rows[:, slots]).reshape(-1, HIDDEN * 4)
         facts = torch.from_numpy(np.stack([np.arange(ROWS), ids]))
-        stage.step(Step(0, [Chunk(name, 0, ROWS, 0, len(slots), 0)], cells, lambda: None, facts, 0))
+        stage.step(
+            Step(
+                0,
+                [Chunk(name, 0, ROWS, 0, len(slots), 0)],
+                cells,
+                lambda: None,
+                facts,
+                0,
+                np.ones(len(cells), np.int32),
+                1,
+            )
+        )
 
     def finish(self, stage, name, seed):
         ids = make_data(SPEC, seed=seed)[1]

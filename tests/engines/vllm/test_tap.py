@@ -83,6 +83,25 @@ def test_one_of_36_layers_costs_a_36th_of_the_bytes_of_all(stack):
     assert (one, every) == (17 * row_bytes, 17 * 36 * row_bytes)
 
 
+def test_cells_that_a_step_did_not_write_are_known_though_rows_of_earlier_steps_are_in_them(stack):
+    tap, blocks = stack
+    wants = {"a": want(2, 5, 36)}
+    for _ in range(2):
+        step, _ = run(tap, blocks, wants, [10])
+        assert not step.unwritten().any()
+        before = step.cells.copy()
+        step.release()
+    block, tapped = blocks[4], blocks[4].forward
+    del block.forward  # a compiled graph without the tap
+    step, _ = run(tap, blocks, wants, [10])
+    block.forward = tapped
+    stale = step.unwritten().reshape(10, 3)
+    assert stale[:, 1].all()
+    assert not stale[:, [0, 2]].any()
+    assert np.array_equal(step.cells.reshape(10, 3, -1)[:, 1], before.reshape(10, 3, -1)[:, 1])
+    step.release()
+
+
 def test_rows_that_nobody_asked_for_stay_on_the_device(stack):
     row_bytes = HIDDEN * 4
     assert copied_by(stack, {}) == 0

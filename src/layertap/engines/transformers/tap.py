@@ -4,6 +4,9 @@ A pre-hook on block L sees the stream that enters it; a hook on the last block s
 their place in an arena [rows, layers, hidden], in the dtype that is saved (fp8: as slots of bytes, see `engines.fp8`). On the
 CPU the arena is the buffer that the writer reads, so the tap is the only copy before the file's pages. On CUDA a device arena
 takes the rows at memory speed and one copy on a side stream brings it to pinned memory while the next batch runs.
+
+Arenas are used again: before each batch every row of every layer is marked, and a row that the tap didn't write since is a NaN,
+which the checks of rows refuse.
 """
 
 from __future__ import annotations
@@ -22,12 +25,14 @@ from layertap.capture.residual import Residual
 from layertap.engines.digests import can_digest, finish_digests, start_digests
 from layertap.engines.fp8 import put
 from layertap.errors import UnsupportedModelError
+from layertap.writing.checks import MARK_BYTES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = ["Arena", "Arenas", "EarlyExit", "Piece", "Tap", "run_to_exit"]
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _MOST_PIECES = 8
 """With more pieces (the last row of each of many prompts) one gather is cheaper than many copies."""
 
@@ -78,6 +83,8 @@ class Arena:
         self.rows = self._device[:used].view(dtype).view(rows, layers, hidden)
         self._used = used
         self._bytes = self._flat[:used].reshape(rows, layers, hidden * dtype.itemsize)
+        marks = self.rows.view(_INTEGERS[dtype.itemsize])[:, :, : MARK_BYTES // dtype.itemsize]
+        marks.fill_(255 if dtype.itemsize == 1 else -1)
 
     def fetch(self, stream: torch.cuda.Stream | None, token_ids: NDArray[np.int64]) -> None:
         """Start the copy to the host, and on the device the rows' digests, after the kernels that filled the arena.

@@ -84,11 +84,12 @@ def _patch_hash() -> None:
     def compute_hash(self: Any) -> str:
         plain = str(original(self))
         from layertap import __version__
+        from layertap.engines.vllm import ops
         from layertap.engines.vllm.configured import configured
 
         if self.model_config is None or (found := configured(self)) is None:
             return plain
-        salted = f"{plain} layertap {__version__} {found.layers}"
+        salted = f"{plain} layertap {__version__} {ops.VERSION} {found.layers}"
         return hashlib.sha256(salted.encode()).hexdigest()[: max(10, len(plain))]
 
     VllmConfig.compute_hash = compute_hash

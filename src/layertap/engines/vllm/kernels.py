@@ -1,7 +1,8 @@
 """The tap's Triton kernel: one launch a layer, one program a row.
 
-Capture-safe: the grid comes from shapes, nothing is read back, and a row that isn't captured costs one load. The arena's address is
-read from the control tensor, so the arena may be allocated (or moved) after a CUDA graph was captured.
+Capture-safe: the grid comes from shapes, nothing is read back, and a row that isn't captured costs one load. The addresses of the
+arena and its stamps, and the step's number, are read from the control tensor, so the arena may be allocated (or moved) after a
+CUDA graph was captured.
 """
 
 from typing import Any
@@ -43,6 +44,8 @@ def _tap_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
                     other = tl.load(residual + row * residual_stride + columns, mask=inside)
                     value = (value.to(tl.float32) + other.to(tl.float32)).to(value.dtype)
                 tl.store(target + columns, value, mask=inside)
+            stamps = tl.load(control + 2).to(tl.pointer_type(tl.int32))
+            tl.store(stamps + destination + rank, tl.load(control + 1).to(tl.int32))
 
 
 def tap_rows(

@@ -1,8 +1,9 @@
 """The tap as a custom op: traced into compiled graphs and captured in CUDA graphs.
 
 `layertap::tap(hidden, residual, destinations, plans, table, control, tap)` writes row t of `hidden` (+ `residual`) into cell
-`destinations[t] + table[plans[t], tap]` of the arena whose address is in `control[0]`. It declares `control` as mutated: an op
-that mutates nothing and returns nothing is dropped by the compiler.
+`destinations[t] + table[plans[t], tap]` of the arena whose address is in `control[0]`, and `control[1]`, which names the step, into
+the cell's stamp, of the array of int32 whose address is in `control[2]`. It declares `control` as mutated: an op that mutates
+nothing and returns nothing is dropped by the compiler.
 """
 
 from typing import Any
@@ -10,8 +11,11 @@ from typing import Any
 import torch
 
 _SCHEMA = "tap(Tensor hidden, Tensor? residual, Tensor destinations, Tensor plans, Tensor table, Tensor(a!) control, int tap) -> ()"
+VERSION = 2
+"""Of what compiled graphs bake in: they are made anew where it differs."""
+CONTROL_SIZE = 3
 _library: Any = None
-_cpu_arenas: dict[int, torch.Tensor] = {}
+_cpu_arenas: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
 def define() -> None:
@@ -27,9 +31,9 @@ def define() -> None:
     _library = library
 
 
-def register_cpu_arena(arena: torch.Tensor) -> int:
-    """Make a CPU arena [cells, width] known by its address, which goes into the control tensor."""
-    _cpu_arenas[arena.data_ptr()] = arena
+def register_cpu_arena(arena: torch.Tensor, stamps: torch.Tensor) -> int:
+    """Make a CPU arena [cells, width] and its stamps known by the arena's address, which goes into the control tensor."""
+    _cpu_arenas[arena.data_ptr()] = arena, stamps
     return arena.data_ptr()
 
 
@@ -47,8 +51,8 @@ def _tap_cpu(
     control: torch.Tensor,
     tap: int,
 ) -> None:
-    arena = _cpu_arenas.get(int(control[0]))
-    if arena is None:  # dummy and profiling runs, before anything is captured
+    registered = _cpu_arenas.get(int(control[0]))
+    if registered is None:  # dummy and profiling runs, before anything is captured
         return
     hidden = hidden.reshape(-1, hidden.shape[-1])
     num_rows = min(hidden.shape[0], destinations.shape[0])
@@ -60,7 +64,10 @@ def _tap_cpu(
     value = hidden[rows]
     if residual is not None:
         value = value + residual.reshape(-1, residual.shape[-1])[rows]
-    arena[(destinations[rows] + ranks).long()] = value.to(arena.dtype)
+    arena, stamps = registered
+    cells = (destinations[rows] + ranks).long()
+    arena[cells] = value.to(arena.dtype)
+    stamps[cells] = int(control[1])
 
 
 def _tap_cuda(

@@ -190,7 +190,8 @@ class RemoteCollector:
                 return
             key, self._next_key = self._next_key, self._next_key + 1
             self._held[key] = step
-        self._send(("step", (key, step.number, chunks, step.first_cell, step.first_cell + len(step.cells), facts)))
+        cells = step.first_cell, step.first_cell + len(step.cells)
+        self._send(("step", (key, step.number, step.generation, chunks, *cells, facts)))
 
     def _send(self, message: Any) -> None:
         with self._sending:

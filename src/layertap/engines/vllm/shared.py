@@ -1,4 +1,7 @@
-"""The host ring's memory: anonymous, shared with the writer process by its descriptor, pinned where there is a GPU."""
+"""The host ring's memory: anonymous, shared with the writer process by its descriptor, pinned where there is a GPU.
+
+Behind the cells stands a stamp for each: the step in which the tap wrote it.
+"""
 
 import logging
 import mmap
@@ -12,8 +15,11 @@ from numpy.typing import NDArray
 logger = logging.getLogger(__name__)
 
 
+_STAMP_BYTES = 4
+
+
 class SharedCells:
-    """`num_cells` cells of `cell_bytes` bytes.
+    """`num_cells` cells of `cell_bytes` bytes, and their stamps.
 
     Args:
         num_cells: of the ring.
@@ -22,12 +28,16 @@ class SharedCells:
     """
 
     def __init__(self, num_cells: int, cell_bytes: int, fd: int | None = None) -> None:
-        size = max(1, num_cells * cell_bytes)
+        cells_bytes = num_cells * cell_bytes
+        begin = -(-cells_bytes // _STAMP_BYTES) * _STAMP_BYTES
+        size = max(1, begin + num_cells * _STAMP_BYTES)
         self.fd = os.memfd_create("layertap-ring") if fd is None else fd
         if fd is None:
             os.ftruncate(self.fd, size)
         self._map = mmap.mmap(self.fd, size)
-        self.array: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8).reshape(num_cells, cell_bytes)
+        self._bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        self.array: NDArray[np.uint8] = self._bytes[:cells_bytes].reshape(num_cells, cell_bytes)
+        self.stamps: NDArray[np.int32] = np.frombuffer(self._map, np.int32, num_cells, begin)
         self._pinned = False
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
@@ -37,16 +47,16 @@ class SharedCells:
     def pin(self) -> None:
         """Let the GPU copy into it without a bounce buffer."""
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        error = cudart.cudaHostRegister(self.array.ctypes.data, self.array.nbytes, 0)
+        error = cudart.cudaHostRegister(self._bytes.ctypes.data, self._bytes.nbytes, 0)
         self._pinned = int(error) == 0
         if not self._pinned:
             logger.warning(
-                "layertap: %d bytes can't be pinned (%s); copies from the GPU will be slower", self.array.nbytes, error
+                "layertap: %d bytes can't be pinned (%s); copies from the GPU will be slower", self._bytes.nbytes, error
             )
 
     def unpin(self) -> None:
         """Undo `pin`."""
         if self._pinned:
             cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            cudart.cudaHostUnregister(self.array.ctypes.data)
+            cudart.cudaHostUnregister(self._bytes.ctypes.data)
             self._pinned = False

@@ -2,8 +2,8 @@
 
 Per step: `begin` lays the batch out and fills the maps before the forward, the op scatters inside it, `end` sends the span to
 the host on a side stream. A `Step` then goes to the collector's thread, which waits for the copy. Where nothing is captured the
-maps say "skip" and nothing is copied. Every cell is marked before the forward: a cell that still carries the mark afterwards was
-never written, whatever the reason, and is never taken for a row.
+maps say "skip" and nothing is copied. The op stamps each cell that it writes with the step's generation, and the stamps follow the
+cells to the host: a cell with another stamp is left over from an earlier step, whatever the reason, and is never taken for a row.
 """
 
 from collections import deque
@@ -25,7 +25,7 @@ from layertap.engines.vllm.shared import SharedCells
 
 Entries = tuple[int | str, int | str | None]
 _STAGING_BUFFERS = 4
-_MARK_BYTES = 8
+_MOST_GENERATIONS = (1 << 31) - 1
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +38,8 @@ class Step:
         cells: uint8 [cells, bytes of a row]: valid after `wait`.
         release: gives the host memory back; to be called once.
         first_cell: of the step, in the host ring.
+        stamps: int32 [cells], as the tap wrote them: valid after `wait`.
+        generation: what they have to be.
     """
 
     number: int
@@ -46,6 +48,8 @@ class Step:
     release: Callable[[], None]
     _positions_and_ids: torch.Tensor
     first_cell: int
+    stamps: NDArray[np.int32]
+    generation: int
     _copied: Any = None
 
     def wait(self) -> None:
@@ -59,9 +63,9 @@ class Step:
         return array
 
     def unwritten(self) -> NDArray[np.bool_]:
-        """For each cell whether the tap never wrote it."""
-        marks: NDArray[np.bool_] = (self.cells[:, :_MARK_BYTES] == 0xFF).all(axis=1)
-        return marks
+        """For each cell whether the tap didn't write it in this step."""
+        stale: NDArray[np.bool_] = self.stamps != self.generation
+        return stale
 
 
 @dataclass(slots=True)
@@ -70,6 +74,7 @@ class _Current:
     span: Span
     num_cells: int
     positions_and_ids: torch.Tensor
+    generation: int
 
 
 @dataclass(slots=True)
@@ -86,6 +91,7 @@ class _DeviceSide:
 
     stream: Any
     arena: torch.Tensor | None = None
+    stamps: torch.Tensor | None = None
     pending: deque[tuple[Span, Any]] = field(default_factory=deque)
 
 
@@ -124,7 +130,8 @@ class Tap:
         self._destinations = torch.full((max_rows,), SKIP, dtype=torch.int32, device=device)
         self._plan_ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._table = torch.full((max_plans, max(len(taps), 1)), SKIP, dtype=torch.int32, device=device)
-        self._control = torch.zeros(2, dtype=torch.int64, device=device)
+        self._control = torch.zeros(ops.CONTROL_SIZE, dtype=torch.int64, device=device)
+        self._generation = 0
         self.on_device = on_device = device.type != "cpu"
         self._staging = [
             torch.zeros((2, max_rows), dtype=torch.int32, pin_memory=on_device) for _ in range(_STAGING_BUFFERS)
@@ -142,6 +149,7 @@ class Tap:
         if on_device:
             self.cells.pin()
         self._host = self.cells.tensor(dtype)
+        self._host_stamps = torch.from_numpy(self.cells.stamps)
         self._host_bytes = self.cells.array
         self.host_ring = Ring(host_cells)
         self._arena_ring = self.host_ring
@@ -150,7 +158,7 @@ class Tap:
             self._device_side = _DeviceSide(_stream(device))
             self._arena_ring = Ring(2 * self.step_cells)
         else:
-            self._control[0] = ops.register_cpu_arena(self._host)
+            self._control[0] = ops.register_cpu_arena(self._host, self._host_stamps)
 
     def install(self, blocks: Mapping[int, nn.Module], rule: Rule, entries: Mapping[int, Entries]) -> None:
         """Put the op into the blocks: id L behind block L - 1, or in front of block L where `entries` has it.
@@ -184,12 +192,14 @@ class Tap:
         if side is None or side.arena is not None:
             return
         side.arena = torch.empty((self._arena_ring.capacity, self._hidden_size), dtype=self.dtype, device=self._device)
+        side.stamps = torch.zeros(self._arena_ring.capacity, dtype=torch.int32, device=self._device)
         self._control[0] = side.arena.data_ptr()
+        self._control[2] = side.stamps.data_ptr()
 
     @property
     def arena_bytes(self) -> int:
         """Bytes of the device arena."""
-        return self._arena_ring.capacity * self.cell_bytes
+        return self._arena_ring.capacity * (self.cell_bytes + 4)
 
     def begin(self, layout: Layout, wants: Mapping[str, Want], slack: int = 0) -> None:
         """Fill the maps for the step that is about to run."""
@@ -205,8 +215,9 @@ class Tap:
             raise RuntimeError("the tap is closed")
         try:
             self._fill_maps(chunks, span.start, layout.num_rows)
-            self._mark(span)
-            self._current = _Current(chunks, span, num_cells, self._snapshot(layout))
+            self._generation = self._generation % _MOST_GENERATIONS + 1
+            self._control[1].fill_(self._generation)
+            self._current = _Current(chunks, span, num_cells, self._snapshot(layout), self._generation)
         except BaseException:
             self.skip()
             self._arena_ring.give_back(span)
@@ -242,6 +253,8 @@ class Tap:
                 lambda: self.host_ring.give_back(span),
                 current.positions_and_ids,
                 span.start,
+                self.cells.stamps[span.start : span.stop],
+                current.generation,
             )
         return self._copy_to_host(number, current, self._device_side)
 
@@ -255,6 +268,7 @@ class Tap:
 
     def _copy_to_host(self, number: int, current: _Current, side: _DeviceSide) -> Step:
         assert side.arena is not None
+        assert side.stamps is not None
         span = self.host_ring.take(current.num_cells)
         if span is None:
             self._arena_ring.give_back(current.span)
@@ -268,6 +282,10 @@ class Tap:
             self._host[span.start : span.stop].copy_(
                 side.arena[current.span.start : current.span.stop], non_blocking=True
             )
+            # behind the cells: stamps that are there say that the cells are
+            self._host_stamps[span.start : span.stop].copy_(
+                side.stamps[current.span.start : current.span.stop], non_blocking=True
+            )
             facts.copy_(current.positions_and_ids, non_blocking=True)
             copied.record(side.stream)
         current.positions_and_ids.record_stream(side.stream)
@@ -280,6 +298,8 @@ class Tap:
             lambda: self.host_ring.give_back(host_span),
             facts,
             span.start,
+            self.cells.stamps[span.start : span.stop],
+            current.generation,
             copied,
         )
 
@@ -317,13 +337,6 @@ class Tap:
             event = _event()
             event.record()
             self._staging_events[slot] = event
-
-    def _mark(self, span: Span) -> None:
-        arena = self._host if self._device_side is None else self._device_side.arena
-        assert arena is not None
-        width = min(_MARK_BYTES // self.dtype.itemsize, self._hidden_size)
-        cells = arena[span.start : span.stop].view(torch.int16 if self.dtype.itemsize == 2 else torch.int32)
-        cells[:, :width].fill_(-1)
 
     def _snapshot(self, layout: Layout) -> torch.Tensor:
         """The step's positions and input ids, before the next step's overwrite them."""

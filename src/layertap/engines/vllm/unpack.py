@@ -271,8 +271,8 @@ class Unpacker:
         if unwritten[cells].any():
             self._lose(
                 chunk.request_id,
-                f"{int(unwritten[cells].sum())} of {num_rows * chunk.num_layers} rows were never written by the tap: the "
-                "model ran without it (a compile cache of vLLM made without layertap?)",
+                f"{int(unwritten[cells].sum())} of {num_rows * chunk.num_layers} rows weren't written by the tap in "
+                "this step: the model ran without it (a compile cache of vLLM made without layertap?)",
             )
             return
         start = int(positions[tokens][0])

@@ -128,7 +128,16 @@ class Writer:
         else:
             raise ValueError(f"unknown message {kind!r}")
 
-    def _step(self, key: int, number: int, chunks: list[tuple[Any, ...]], first: int, stop: int, facts: Any) -> None:
+    def _step(
+        self,
+        key: int,
+        number: int,
+        generation: int,
+        chunks: list[tuple[Any, ...]],
+        first: int,
+        stop: int,
+        facts: Any,
+    ) -> None:
         self._collector.step(
             Step(
                 number,
@@ -137,6 +146,8 @@ class Writer:
                 lambda: self._send(("free", (key, counts_of(self._collector)))),
                 torch.from_numpy(np.asarray(facts)),
                 first,
+                self._ring.stamps[first:stop],
+                generation,
             )
         )
 
