@@ -34,6 +34,7 @@ SURFACE = {
         "--layout",
         "--limit",
         "--loss-mask",
+        "--max-memory",
         "--max-model-len",
         "--max-num-batched-tokens",
         "--max-tokens",

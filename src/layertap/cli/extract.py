@@ -173,6 +173,14 @@ def extract(
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(help="Most tokens of one forward.", rich_help_panel=_MODEL)
     ] = None,
+    max_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the GPU, such as 24GiB; blocks that don't fit in it are streamed. Default what is free.",
+            rich_help_panel=_MODEL,
+            show_default=False,
+        ),
+    ] = None,
     ray: Annotated[
         bool,
         typer.Option(
@@ -194,6 +202,10 @@ def extract(
     Example: layertap extract Qwen/Qwen3-8B chats.jsonl --layers eagle3 --out states
     """
     quiet_libraries()
+    if max_memory is not None and engine == "vllm":
+        raise typer.BadParameter(
+            "the embedded engine's; vLLM streams weights with its own options", param_hint="--max-memory"
+        )
     given = {
         "dtype": dtype,
         "device": device,
@@ -202,6 +214,7 @@ def extract(
         "trust_remote_code": trust_remote_code or None,
         "max_model_len": max_model_len,
         "max_num_batched_tokens": max_num_batched_tokens,
+        "max_memory": max_memory,
     }
     with errors_explained():
         from layertap.datasets.extraction import RunOptions

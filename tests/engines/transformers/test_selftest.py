@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from layertap.engines.transformers.passes import length_limit
-from layertap.engines.transformers.selftest import Routes, choose_routes
+from layertap.engines.transformers.selftest import Routes, _distinct_depth, choose_routes
 from layertap.engines.transformers.weights import Layout
 from layertap.testing import zoo
 
@@ -109,3 +109,9 @@ def test_half_precision_noise_is_no_reason_to_go_alone():
 def test_routes_print_as_one_sentence():
     routes = Routes(packed=False, padded=True, reason="packed no", max_together=9)
     assert str(routes) == "padded (up to 9 tokens): packed no"
+
+
+@pytest.mark.parametrize(("name", "depth"), [("llama", 2), ("gpt2", 2), ("gemma3_text", 6), ("jamba", 3)])
+def test_streamed_models_are_tested_until_each_kind_of_block_has_been_met(name, depth):
+    model = build(name)
+    assert _distinct_depth(Layout(model).blocks_of(model)) == depth

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ _WINDOW = 4
 _WINDOW_NAMES = ("window", "attention_chunk", "chunk_attention", "local_attention")
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 _SEED = 20_240
+_NUMBER = re.compile(r"(?:^|_)(?:idx|index|id|number|num)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,8 @@ def choose_routes(model: nn.Module, layout: Layout, depth: int) -> Routes:
     Raises:
         UnsupportedModelError: its stream has no row for each token, or it changes its own weights while it runs.
     """
+    if layout.streamer is not None:
+        depth = _distinct_depth(layout.blocks_of(model)[:depth])
     before = _versions(model)
     routes = _choose(model, layout, depth)
     if _versions(model) != before:
@@ -84,6 +88,37 @@ def choose_routes(model: nn.Module, layout: Layout, depth: int) -> Routes:
         )
     logger.info("self-test over %d blocks: %s", depth, routes)
     return routes
+
+
+def _distinct_depth(blocks: Sequence[nn.Module]) -> int:
+    """How many blocks it takes until each kind has been met, and one more: where each forward brings all weights from the host,
+    others of the same kind (modules, shapes and settings) would take long and add nothing."""
+    kinds: set[Any] = set()
+    deepest = 0
+    for index, block in enumerate(blocks):
+        kind = tuple(
+            (
+                name,
+                type(module),
+                _settings(module, index),
+                tuple((n, p.shape) for n, p in module._parameters.items() if p is not None),
+            )
+            for name, module in block.named_modules()
+        )
+        if kind not in kinds:
+            kinds.add(kind)
+            deepest = index + 1
+    return min(deepest + 1, len(blocks))
+
+
+def _settings(module: nn.Module, index: int) -> tuple[tuple[str, Any], ...]:
+    """Plain attributes, but for the block's own number."""
+    return tuple(
+        (name, value)
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, bool | int | float | str | None)
+        and not (type(value) is int and value == index and _NUMBER.search(name))
+    )
 
 
 def _versions(model: nn.Module) -> list[int]:

@@ -14,6 +14,7 @@ import copy
 import gc
 import logging
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -201,11 +202,17 @@ class Weights:
                 f"{_gib(self.other_bytes)}, and {SLOTS} blocks must fit, {_gib(slot)} each"
             )
         host_bytes = sum(self.block_bytes[:depth])
+        available = _available_host_memory()
+        if available is not None and host_bytes > available:
+            raise ModelError(
+                f"{self.source.name}: {_gib(host_bytes)} of weights don't fit the device and must be kept in host memory, "
+                f"of which {_gib(available)} are available"
+            )
         logger.info("%s: weights of %d blocks, %s, stay in host memory", self.source.name, depth, _gib(host_bytes))
         model = self._load(range(0), complete=False)
         streamer = Streamer(self.source.device, slot)
-        group = depth if self.source.gguf_file else max(1, (room - self.other_bytes - SLOTS * slot) // 2 // slot)
-        group = min(group, max(1, _GROUP_BYTES // slot)) if not self.source.gguf_file else group
+        group = max(1, min(_GROUP_BYTES, (room - self.other_bytes - SLOTS * slot) // 2) // slot)
+        group = depth if self.source.gguf_file else group  # of a GGUF file all tensors are read each time
         for begin in range(0, depth, group):
             some = range(begin, min(begin + group, depth))
             part = self._load(some, complete=False, only_blocks=True)
@@ -253,6 +260,16 @@ class Weights:
         model.config.name_or_path = source.path
         model.requires_grad_(False)
         return model.eval()
+
+
+def _available_host_memory() -> int | None:
+    """Bytes, where Linux says so."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split() for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0][1]) * 1024 if found else None
 
 
 def _gib(nbytes: int) -> str:
