@@ -19,43 +19,13 @@ from pathlib import Path
 
 import torch
 import transformers
+from ceiling import gemm_rate
 from workloads import QWEN3_8B, mixed_lengths, prompts, save_random_model
 
 import layertap
 from layertap.files.read import cleanup_hidden_states, verify_file
 
 LAYERS = [2, 18, 33, 36]
-
-
-def gemm_rate(num_tokens: int, rows: int, num_blocks: int = 36) -> float:
-    """Tokens per second of the matrix products of `num_blocks` blocks alone."""
-    hidden, inner, kv = QWEN3_8B["hidden_size"], QWEN3_8B["intermediate_size"], 1024
-    x = torch.randn(rows, hidden, dtype=torch.bfloat16, device="cuda")
-    wide = torch.randn(rows, inner, dtype=torch.bfloat16, device="cuda")
-    shapes = [
-        (hidden, hidden),
-        (kv, hidden),
-        (kv, hidden),
-        (hidden, hidden),
-        (inner, hidden),
-        (inner, hidden),
-        (hidden, inner),
-    ]
-    weights = [[torch.randn(*shape, dtype=torch.bfloat16, device="cuda") * 0.02 for shape in shapes] for _ in range(4)]
-
-    def step(block: int) -> None:
-        for weight in weights[block % 4]:
-            torch.nn.functional.linear(x if weight.shape[1] == hidden else wide, weight)
-
-    for block in range(8):
-        step(block)
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(max(1, num_tokens // rows)):
-        for block in range(num_blocks):
-            step(block)
-    torch.cuda.synchronize()
-    return max(1, num_tokens // rows) * rows / (time.perf_counter() - began)
 
 
 class Readers:
@@ -210,7 +180,7 @@ def main() -> None:
         if arguments.save_dtype is not None:
             run(llm, work, layers, arguments.store, readers, arguments.save_dtype)
             other = [run(llm, work, layers, arguments.store, readers, arguments.save_dtype) for _ in filed]
-        ceiling = gemm_rate(tokens, 16_384, depth)
+        ceiling = gemm_rate(QWEN3_8B, tokens, 16_384, depth)
         rate = statistics.median(result["tok_s"] for result in filed)
         results[name] = {
             "tokens": tokens,

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from ceiling import gemm_rate
 from workloads import QWEN3_32B, mixed_lengths, prompts
 
 import layertap
@@ -32,39 +33,6 @@ def free() -> None:
     """Give back what nobody holds."""
     gc.collect()
     torch.cuda.empty_cache()
-
-
-def gemm_rate(num_tokens: int, rows: int, num_blocks: int) -> float:
-    """Tokens per second of the matrix products of `num_blocks` blocks alone; three sets of weights take turns."""
-    hidden, inner = SHAPE["hidden_size"], SHAPE["intermediate_size"]
-    heads, kv = SHAPE["num_attention_heads"] * SHAPE["head_dim"], SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
-    # (out, in) of q, k, v, o, gate, up, down
-    shapes = [
-        (heads, hidden),
-        (kv, hidden),
-        (kv, hidden),
-        (hidden, heads),
-        (inner, hidden),
-        (inner, hidden),
-        (hidden, inner),
-    ]
-    inputs = {width: torch.randn(rows, width, dtype=torch.bfloat16, device="cuda") for width in (hidden, heads, inner)}
-    weights = [[torch.randn(*shape, dtype=torch.bfloat16, device="cuda") * 0.02 for shape in shapes] for _ in range(3)]
-    passes = max(1, round(num_tokens / rows))
-
-    def step(block: int) -> None:
-        for weight in weights[block % len(weights)]:
-            torch.nn.functional.linear(inputs[weight.shape[1]], weight)
-
-    for block in range(6):
-        step(block)
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(passes):
-        for block in range(num_blocks):
-            step(block)
-    torch.cuda.synchronize()
-    return passes * rows / (time.perf_counter() - began)
 
 
 def extract(llm: layertap.LLM, work: list[list[int]], layers: list[int]) -> float:
@@ -124,7 +92,7 @@ def case(folder: Path, cap: float, num_blocks: int, num_tokens: int, repeats: in
     llm.close()
     del llm, engine, streamer
     free()
-    ceiling = gemm_rate(num_tokens, plan.tokens, num_blocks)
+    ceiling = gemm_rate(SHAPE, num_tokens, plan.tokens, num_blocks)
     free()
     rates = [round(num_tokens / one) for one in seconds]
     return {
