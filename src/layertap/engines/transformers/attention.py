@@ -28,7 +28,16 @@ from layertap.engines.transformers.varlen import varlen, varlen_fits
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["IMPLEMENTATION", "NotPackable", "Pack", "configurations", "packed", "private_view", "register"]
+__all__ = [
+    "IMPLEMENTATION",
+    "NotPackable",
+    "Pack",
+    "by_sequence",
+    "configurations",
+    "packed",
+    "private_view",
+    "register",
+]
 
 IMPLEMENTATION = "layertap_packed"
 """Name under which transformers finds our attention."""
@@ -208,6 +217,35 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) ->
     return nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
+
+
+def by_sequence(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: Sequence[tuple[tuple[int, int], tuple[int, int]]],
+    scale: float,
+    window: int,
+) -> Tensor:
+    """Attention where a sequence has more keys than queries, its queries being its last tokens; without a fused kernel.
+
+    Args:
+        query: [1, heads, T, size]
+        key: [1, heads, S, size], maybe fewer heads.
+        value: as `key`.
+        spans: of each sequence, where its queries and its keys begin and end.
+        scale: factor of the logits.
+        window: see `packed_attention`.
+
+    Returns:
+        [1, T, heads, size of the values]
+    """
+    output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
+    for (begin, end), (first, last) in spans:
+        mask = _visible(last - first - (end - begin), last - first, 0, window, query.device)
+        part = _sdpa(query[:, :, begin:end], key[:, :, first:last], value[:, :, first:last], scale, mask)
+        output[:, begin:end].copy_(part.transpose(1, 2))
+    return output
 
 
 def _windowed(q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float, window: int) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from layertap.capture.blocks import Blocks, find_blocks
 from layertap.engines.transformers.attention import configurations
 from layertap.engines.transformers.internals import private_view, set_attention
+from layertap.engines.transformers.paged import PAGED
 
 __all__ = ["Bench"]
 
@@ -57,6 +58,12 @@ class Bench:
         """Implementations to try, the faster first."""
         own = str(getattr(self.model.config, "_attn_implementation", None) or "eager")
         return list(dict.fromkeys((own, "eager")))
+
+    @property
+    def batched_attentions(self) -> list[str]:
+        """The same for batched generation; on CUDA with a fused kernel before them."""
+        on_cuda = next(self.model.parameters()).device.type == "cuda"
+        return [PAGED, *self.attentions] if on_cuda else self.attentions
 
     @property
     def ordinary_ids(self) -> list[int]:

@@ -10,16 +10,18 @@ that raises takes those with it that were in it, tells each the reason, and the 
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from layertap.assembly import Rows
 from layertap.engines.base import Delta, GenerateJob, ModelInfo
 from layertap.engines.transformers.batching import BatchedStepper, kv_bytes_per_token
 from layertap.engines.transformers.bench import Bench
+from layertap.engines.transformers.gathering import Gathering
 from layertap.engines.transformers.generation_check import GenerationCheck
 from layertap.engines.transformers.running import Running, as_error, start
 from layertap.engines.transformers.sampler import Draw, sample
@@ -41,8 +43,8 @@ class GenerationOptions:
     """How much a generator may take.
 
     Attributes:
-        max_num_seqs: sequences generated at once; default 8 on the CPU, 64 elsewhere.
-        max_num_batched_tokens: tokens of one packed forward; default 512 on the CPU, 2048 elsewhere.
+        max_num_seqs: sequences generated at once; default 8 on the CPU, 256 elsewhere.
+        max_num_batched_tokens: tokens of one packed forward; default 512 on the CPU, 8192 elsewhere.
         kv_cache_bytes: room for keys and values; default a sixteenth of the memory on the CPU, half of what is free elsewhere.
         max_waiting: jobs that may wait; `submit` blocks above.
         seed: of the generator that requests without a seed draw from; default none, so that every run differs.
@@ -89,6 +91,7 @@ class Generator:
         self._deciding = threading.Lock()
         self._verdict: Verdict | None = None
         self._stepper: Stepper | None = None
+        self._gathering: Gathering | None = None
         self._running: dict[str, Running] = {}
         self._draws: dict[str, Draw] = {}
         self._wake = threading.Condition()
@@ -210,12 +213,14 @@ class Generator:
         on_cpu = self._device.type == "cpu"
         model, found = self._bench.view(attention)
         if way == "batched":
+            max_sequences = options.max_num_seqs or (8 if on_cpu else 256)
+            self._gathering = Gathering(max_sequences)
             return BatchedStepper(
                 model,
                 found,
-                kv_tokens=self._kv_tokens(model, options.max_num_seqs or (8 if on_cpu else 64)),
-                max_batch_tokens=options.max_num_batched_tokens or (512 if on_cpu else 2048),
-                max_sequences=options.max_num_seqs or (8 if on_cpu else 64),
+                kv_tokens=self._kv_tokens(model, max_sequences),
+                max_batch_tokens=options.max_num_batched_tokens or (512 if on_cpu else 8192),
+                max_sequences=max_sequences,
             )
         return SingleStepper(
             model,
@@ -245,10 +250,7 @@ class Generator:
 
     def _deliver(self, step: Step) -> None:
         draws, self._draws = self._draws, {}
-        for key, rows in step.rows:
-            run = self._running.get(key)
-            if run is not None and run.job.capture is not None:
-                run.job.capture.add(rows)
+        self._hand_over(step.rows if self._gathering is None else self._gathering.through(step.rows))
         for key, error in step.failed.items():
             failed = self._running.get(key)
             if failed is not None:
@@ -266,6 +268,12 @@ class Generator:
             else:
                 self._tell(run, delta)
 
+    def _hand_over(self, found: Iterable[tuple[str, Rows]]) -> None:
+        for key, rows in found:
+            run = self._running.get(key)
+            if run is not None and run.job.capture is not None:
+                run.job.capture.add(rows)
+
     def _tell(self, run: Running, delta: Delta) -> None:
         try:
             run.job.on_delta(delta)
@@ -274,6 +282,8 @@ class Generator:
             self._end(run, Finish("error"), as_error(error))
 
     def _end(self, run: Running, finish: Finish, error: BaseException | None = None, last: Delta | None = None) -> None:
+        if self._gathering is not None:
+            self._hand_over(self._gathering.rest(run.key))
         del self._running[run.key]
         if self._stepper is not None:
             self._stepper.remove(run.key)

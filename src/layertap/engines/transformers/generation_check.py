@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from layertap.capture.request import CaptureSpec
 from layertap.engines.fp8 import storage
+from layertap.engines.transformers.paged import PAGED
 from layertap.engines.transformers.passes import Passes, length_limit
 from layertap.engines.transformers.spot_check import SpotCheck
 from layertap.engines.transformers.trial import Verdict
@@ -73,7 +74,7 @@ class GenerationCheck:
     def _compute(self, spec: CaptureSpec, token_ids: Sequence[int], positions: range) -> Tensor:
         if self._passes is None:
             own = getattr(self._model.config, "_attn_implementation", None)
-            attention = None if own == self._verdict.attention else self._verdict.attention
+            attention = None if self._verdict.attention in (own, PAGED) else self._verdict.attention
             self._passes = Passes(self._model, Layout(self._model), attention)
         dtype, width = storage(spec.dtype, spec.hidden_size)
         rows = torch.empty((len(positions), len(spec.layers), width), dtype=dtype, device=self._passes.device)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.utils import GenerationMode
 
+from layertap.engines.transformers.paged import PAGED, register_paged
 from layertap.errors import EngineError
 
 __all__ = ["OneSequence", "PagedRunner", "Scheduled", "private_view", "set_attention"]
@@ -41,6 +42,8 @@ def private_view(model: nn.Module) -> nn.Module:
 
 def set_attention(model: Any, implementation: str) -> None:
     """Choose the attention of a view; a model that has only one of its own keeps it."""
+    if implementation == PAGED:
+        register_paged()
     if getattr(model.config, "_attn_implementation", None) != implementation:
         model.set_attn_implementation(implementation)
 
@@ -78,7 +81,12 @@ class PagedRunner:
     ) -> None:
         self._model = model
         self._choose: Callable[[Tensor], list[int]] | None = None
+        attention = getattr(model.config, "_attn_implementation", None)
+        if attention == PAGED:
+            set_attention(model, "sdpa")  # the manager knows its own kinds only
         self._manager = _make_manager(model, num_pages, page_size, max_batch_tokens, max_requests)
+        if attention == PAGED:
+            set_attention(model, PAGED)
         processor = self._manager._create_batch_processor()
         self._manager.batch_processor = processor
         self._processor = processor

@@ -106,7 +106,7 @@ def find_way(bench: Bench, *, max_len: int) -> Verdict:
 
 def _first_that_agrees(bench: Bench, cases: list[_Case], moved: _Moved, dtype: torch.dtype) -> Verdict:
     troubles: list[str] = []
-    batched: list[tuple[Stepping, str]] = [("batched", attention) for attention in bench.attentions]
+    batched: list[tuple[Stepping, str]] = [("batched", attention) for attention in bench.batched_attentions]
     single: list[tuple[Stepping, str]] = [("single", attention) for attention in bench.attentions]
     ways = [*batched, *single, ("recompute", "eager")]
     if moved.far:

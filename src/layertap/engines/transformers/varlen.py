@@ -22,9 +22,18 @@ def varlen_fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def varlen(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    scale: float,
+    window: int,
+    *,
+    cu_seqlens_k: Tensor | None = None,
+    longest_k: int | None = None,
 ) -> Tensor:
-    """Causal attention within each sequence of a packed row.
+    """Causal attention within each sequence of a packed row; the queries of a sequence are its last tokens.
 
     Args:
         query: [1, heads, T, size]; `key` and `value` may have fewer heads.
@@ -34,10 +43,14 @@ def varlen(
         longest: length of the longest sequence.
         scale: factor of the logits.
         window: how many keys, its own among them, a token sees; 0 for all.
+        cu_seqlens_k: `cu_seqlens` of the keys, where there are more of them than queries.
+        longest_k: of the keys.
 
     Returns:
         [1, T, heads, size]
     """
+    cu_seqlens_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
+    longest_k = longest if longest_k is None else longest_k
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     bounds = (window - 1 if window else -1, 0)
     flash3 = _flash_attention_3(query.device)
@@ -48,8 +61,8 @@ def varlen(
             v,
             max_seqlen_q=longest,
             cu_seqlens_q=cu_seqlens,
-            max_seqlen_k=longest,
-            cu_seqlens_k=cu_seqlens,
+            max_seqlen_k=longest_k,
+            cu_seqlens_k=cu_seqlens_k,
             softmax_scale=scale,
             causal=True,
             window_size=list(bounds),
@@ -60,7 +73,7 @@ def varlen(
     options: dict[str, Any] = {"scale": scale, "window_size": bounds}
     if q.shape[1] != k.shape[1] and "enable_gqa" in _torch_parameters():
         options["enable_gqa"] = True  # older ones (torch 2.11) take fewer key heads unasked
-    output = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
+    output = varlen_attn(q, k, v, cu_seqlens, cu_seqlens_k, longest, longest_k, **options)
     assert isinstance(output, Tensor)  # no log-sum-exp was asked for
     return output.unsqueeze(0)
 

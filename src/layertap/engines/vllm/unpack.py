@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from layertap.assembly import Rows
+from layertap.engines.bank import Bank, Gathered
 from layertap.engines.fp8 import put, storage
-from layertap.engines.vllm.bank import Bank, Gathered
 from layertap.engines.vllm.messages import Finish, Order, PrefixNews, Reuse
 from layertap.engines.vllm.prefix_rows import PrefixRows
 from layertap.engines.vllm.rowmap import SKIP, Chunk, Want

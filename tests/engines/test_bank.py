@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layertap.engines.vllm.bank import Bank
+from layertap.engines.bank import Bank
 
 CELL_BYTES, LAYERS = 4, 3
 

@@ -1,7 +1,7 @@
 """Rows of generated tokens, gathered until there are enough of one request.
 
 Generation gives one row a step and request. Handing each to the corridor by itself would cost more of the interpreter's time than
-vLLM's own loop has to spare; so a step's single rows are copied into a buffer by one indexed copy (which holds no lock of the
+an engine's loop has to spare; so a step's single rows are copied into a buffer by one indexed copy (which holds no lock of the
 interpreter), and a request's rows go on together: when its part is full, when a row isn't the next one, or when it ends.
 """
 
