@@ -50,10 +50,7 @@ def main() -> None:
     if not args.model.exists():
         save_random_model(QWEN3_8B, args.model, "cuda")
         torch.cuda.empty_cache()
-    config = layertap.KVTransferConfig(
-        kv_connector_extra_config={"shared_storage_path": str(args.store), "layers": LAYERS}
-    )
-    llm = layertap.LLM(str(args.model), dtype="bfloat16", kv_transfer_config=config)
+    llm = layertap.LLM(str(args.model), dtype="bfloat16", layers=LAYERS, storage=args.store)
     work = prompts([256] * args.num_prompts)
     one_round(llm, work[: args.num_prompts // 4], 8, True)
     rates: dict[str, list[int]] = {}
