@@ -249,7 +249,7 @@ def _view(buffer: Tensor, place: _Place) -> Tensor:
 
 
 def _host_buffer(nbytes: int, pinned: bool) -> Tensor:
-    """Host memory for a block; pinned page by page, since torch's own allocator takes the next power of two and keeps it.
+    """Host memory for a block, pinned by ourselves: torch's own allocator takes the next power of two and keeps it.
 
     Raises:
         ModelError: there is none.
@@ -263,10 +263,14 @@ def _host_buffer(nbytes: int, pinned: bool) -> Tensor:
         buffer = torch.frombuffer(memory, dtype=torch.uint8)
         buffer.zero_()  # several threads touch the pages, where the driver would alone
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), nbytes, 0))
+        failed = int(runtime.cudaHostRegister(buffer.data_ptr(), nbytes, 0))
+        if failed:
+            logger.info("host memory can't be registered (CUDA error %d): torch allocates it", failed)
+            del buffer
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
     except (OSError, RuntimeError) as exc:
         raise ModelError(
-            f"{nbytes} bytes of host memory can't be pinned for the weights that don't fit the device: {exc}"
+            f"{nbytes} bytes of host memory can't be had for weights that don't fit the device: {exc}"
         ) from exc
     return buffer

@@ -204,11 +204,8 @@ class Weights:
         host_bytes = sum(self.block_bytes[:depth])
         available = _available_host_memory()
         if available is not None and host_bytes > available:
-            raise ModelError(
-                f"{self.source.name}: {_gib(host_bytes)} of weights don't fit the device and must be kept in host memory, "
-                f"of which {_gib(available)} are available"
-            )
-        logger.info("%s: weights of %d blocks, %s, stay in host memory", self.source.name, depth, _gib(host_bytes))
+            logger.warning("%s are needed in host memory, %s are available", _gib(host_bytes), _gib(available))
+        logger.info("%s: weights of %d blocks, %s, go to host memory", self.source.name, depth, _gib(host_bytes))
         model = self._load(range(0), complete=False)
         streamer = Streamer(self.source.device, slot)
         group = max(1, min(_GROUP_BYTES, (room - self.other_bytes - SLOTS * slot) // 2) // slot)
