@@ -2,8 +2,8 @@
 
 Run as: python benchmarks/generate_gpu.py [--model DIR] [--store /dev/shm/layertap-generate] [--rounds 2]
 
-256 prompts of 256 tokens, 256 generated each, greedy, layers 2, 18, 33, 36. Beside it: `vllm_overhead.py --mode plain --work generate`
-on the same card. Prints a table and one JSON line.
+256 prompts of 256 tokens, 256 generated each, greedy, layers 2, 18, 33, 36. Beside it, on the same card:
+`vllm_overhead.py --mode plain --work generate`. Prints a table and one JSON line.
 """
 
 import argparse
