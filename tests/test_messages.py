@@ -203,6 +203,28 @@ COMMANDS = {
     "export into a full folder": ("export states full --format numpy", 2, "full|new or empty"),
     "no masks": ("export states masks --format speculators", 2, "loss mask"),
     "not a set": ("verify full", 1, "full"),
+    "no such share": ("extract MODEL good.jsonl --layers all --out d --shard 4/4", 2, "shard|from 0 to n - 1|0/4"),
+    "shared prefixes in files": (
+        "extract MODEL good.jsonl --layers all --out e --share-prefixes --layout files",
+        2,
+        "share_prefixes|take 'shards'",
+    ),
+    "shared prefixes of answers": (
+        "extract MODEL good.jsonl --layers all --out e --share-prefixes --regenerate",
+        2,
+        "share_prefixes|leave regenerate out",
+    ),
+    "Ray in files": ("extract MODEL good.jsonl --layers all --out f --ray --layout files", 2, "layout|only 'shards'"),
+    "Ray's devices": (
+        "extract MODEL good.jsonl --layers all --out f --ray --device cuda:1",
+        2,
+        "device|say 'cuda' or nothing",
+    ),
+    "no actors": ("extract MODEL good.jsonl --layers all --out f --ray --ray-actors 0", 2, "ray_actors|at least 1"),
+    "device of vLLM": ("serve MODEL --engine vllm --device cpu", 2, "device|CUDA_VISIBLE_DEVICES"),
+    "weights of vLLM": ("serve MODEL --engine vllm --weights-version 3", 2, "weights_version|--engine vllm"),
+    "examining vLLM on a device": ("doctor MODEL --engine vllm --device cpu", 2, "device|vLLM runs on the device"),
+    "two samples": ("verify states --sample 2 --recompute 1%", 2, "--sample and --recompute"),
 }
 
 
@@ -287,6 +309,16 @@ def test_a_request_that_cannot_be_answered_has_its_status_and_says_why(name, ser
     assert answer.status_code == status, message
     for word in words.split("|"):
         assert word in message
+
+
+def test_a_server_that_is_busy_says_so_and_when_to_try_again(llm):
+    with run_background(llm._front, ServerSettings(served_model_names=("tiny",), max_running=1)) as up:
+        body = {"model": "tiny", "prompt": "hello", "max_tokens": 1}
+        up.state.num_running = 1  # as while another request runs
+        answer = httpx.post(f"{up.url}/v1/completions", json=body, timeout=60)
+        up.state.num_running = 0
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    assert "1 sequences run or wait, at most 1 may; try again later" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("key", [None, "other"])

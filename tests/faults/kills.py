@@ -1,6 +1,8 @@
 """Kill writers, readers, extract jobs, servers and clients with SIGKILL at random moments, and look at what is left.
 
-Run as: python tests/faults/kills.py [--rounds 1000] [--seed 0] [--only writer,reader,job,server,client]
+Run as: python tests/faults/kills.py [--rounds 1000] [--seed 0] [--only writer,reader,job,server,client | --only vllm]
+
+`--only vllm`, where vLLM is installed, kills its engine, writer and readers, and gives the writer bad disks.
 
 Prints one line of figures for each kind of victim and one for all. Rows that are wrong, readers that hang and files that stay
 behind must be zero; the exit code says so. Victims are forked from this process, which has all imports and self-tests done.
@@ -15,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "files"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines" / "vllm"))
 
 import kill_job
 import kill_reader
@@ -31,6 +34,18 @@ KINDS: dict[str, tuple[float, Callable[[int, int], Figures]]] = {
 }
 
 
+def run_vllm(rounds: int, seed: int) -> int:
+    """All kinds of victims on the vLLM engine."""
+    import kill_vllm
+
+    total = Figures()
+    for kind, figures in kill_vllm.run_all(rounds, seed):
+        print(json.dumps({"victim": f"vllm {kind}", **asdict(figures)}), flush=True)
+        total += figures
+    print(json.dumps({"victim": "vllm all", **asdict(total)}))
+    return 0 if total.faultless else 1
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -39,6 +54,8 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(KINDS))
     arguments = parser.parse_args()
     kinds = arguments.only.split(",")
+    if kinds == ["vllm"]:
+        return run_vllm(arguments.rounds, arguments.seed)
     whole = sum(KINDS[kind][0] for kind in kinds)
     total = Figures()
     for kind in kinds:

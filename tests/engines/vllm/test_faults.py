@@ -7,6 +7,7 @@ import subprocess
 import threading
 
 import checkpoints
+import kill_vllm
 import pytest
 import running
 from running import check_file, params, prompts
@@ -176,6 +177,17 @@ def test_a_path_that_became_anothers_after_the_check_is_not_handed_out(
     for theirs in held:
         theirs.remove()
     check_a_good_one(llm, checkpoint, 11)
+
+
+@pytest.mark.parametrize("kind", kill_vllm.KINDS)
+def test_kills_and_bad_disks_cost_their_own_requests_and_every_reader_gets_right_rows_or_a_reason(
+    llm, checkpoint, kind
+):
+    _, options = kill_vllm.KINDS[kind]
+    figures = kill_vllm.run(2, 1, kill_vllm.Warm(llm, checkpoint), **{"kind": kind, **options})
+    assert figures.faultless, figures
+    assert figures.rounds == 2
+    assert figures.complete + figures.told == figures.admitted > 0
 
 
 def test_a_dead_writer_process_is_told_to_readers_and_the_engine_goes_on(llm, tmp_path):
