@@ -51,6 +51,7 @@ def main() -> None:
         save_random_model(QWEN3_8B, args.model, "cuda")
         torch.cuda.empty_cache()
     llm = layertap.LLM(str(args.model), dtype="bfloat16", layers=LAYERS, storage=args.store)
+    print(llm._front.engine.verdict(), flush=True)
     work = prompts([256] * args.num_prompts)
     one_round(llm, work[: args.num_prompts // 4], 8, True)
     rates: dict[str, list[int]] = {}

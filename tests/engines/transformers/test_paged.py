@@ -16,7 +16,7 @@ def tried(name: str) -> trial._Outcome:
     text = model.config.get_text_config(decoder=True)
     bench = Bench(model, text.num_hidden_layers, text.hidden_size, text.vocab_size).with_near_thresholds()
     with torch.inference_mode():
-        return trial._try(bench, "batched", PAGED, trial._cases(bench, 256), torch.float32)
+        return trial._try(bench, "batched", PAGED, trial._cases(bench, 256), torch.float32, 1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma3_text", "olmo2", "phi3"])
