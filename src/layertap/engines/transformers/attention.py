@@ -118,7 +118,8 @@ def private_view(model: ModuleT, implementation: str | None = None) -> ModuleT:
         model: the model, which stays as it is.
         implementation: the attention that the view uses; the model's own if None.
     """
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    shared = chain(model.parameters(), model.buffers(), _kept_apart(model))
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
     view = copy.deepcopy(model, memo)
     for module in view.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
@@ -127,6 +128,14 @@ def private_view(model: ModuleT, implementation: str | None = None) -> ModuleT:
         for config in configurations(view):
             config._attn_implementation = implementation
     return view
+
+
+def _kept_apart(model: nn.Module) -> Iterator[Tensor]:
+    """Weights that are no parameters any more once the model has run: bitsandbytes moves them to the layers' `state`."""
+    for module in model.modules():
+        state = getattr(module, "state", None)
+        if hasattr(state, "__dict__"):
+            yield from (value for value in vars(state).values() if isinstance(value, Tensor))
 
 
 def _attention(

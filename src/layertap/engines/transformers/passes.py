@@ -97,6 +97,22 @@ class Passes:
             inputs["attention_mask"] = self._to_device(mask)
         view.run(inputs | self._options, layers, rows, _pieces(wanted, [(i, 0) for i in range(len(sequences))]))
 
+    def run_itself(self, sequence: TokenIds, layers: Sequence[int], rows: Tensor) -> None:
+        """Run one sequence through the model itself instead of a view.
+
+        Args:
+            sequence: token ids; all their rows are wanted.
+            layers: layer ids; slot i of `rows` takes layers[i].
+            rows: [rows, layers, hidden] on the model's device.
+        """
+        view = _View(self.model, self.layout)
+        ids = torch.as_tensor(sequence, dtype=torch.int64)[None]
+        try:
+            inputs = {"input_ids": self._to_device(ids)} | self._options
+            view.run(inputs, layers, rows, _pieces([range(len(sequence))], [(0, 0)]))
+        finally:
+            view.close()
+
     def _run_packed(
         self,
         view: _View,
@@ -152,6 +168,10 @@ class _View:
             module._buffers.update(buffers)
             for name, value in numbers.items():
                 setattr(module, name, value)
+
+    def close(self) -> None:
+        """Take the tap off."""
+        self._tap.close()
 
     def run(self, inputs: dict[str, Any], layers: Sequence[int], rows: Tensor, pieces: Sequence[Piece]) -> None:
         ids = inputs["input_ids"]

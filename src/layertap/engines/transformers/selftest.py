@@ -132,6 +132,8 @@ def _choose(model: nn.Module, layout: Layout, depth: int) -> Routes:
     layers = tuple(range(depth + 1))
     limit = length_limit(model)
     sequences = _sequences(model, limit)
+    if getattr(model, "hf_quantizer", None) is not None:
+        _compare_with_itself(model, layout, sequences, layers)
     attention = _trusted_attention(model, layout, adapt, sequences, layers)
     passes = Passes(model, layout, attention, adapt)
     truth = _alone(passes, sequences, layers)
@@ -153,6 +155,31 @@ def _choose(model: nn.Module, layout: Layout, depth: int) -> Routes:
     if limit is not None:
         reason += f"; sequences over {limit} tokens go alone"
     return Routes(packed=packed.good, padded=padded.good, reason=reason, max_together=limit, attention=attention)
+
+
+def _compare_with_itself(
+    model: nn.Module, layout: Layout, sequences: Sequence[Sequence[int]], layers: Sequence[int]
+) -> None:
+    """Are rows of a view those of the model? What a quantized layer keeps beside its weights may not come along.
+
+    The model runs first: some libraries finish their layers in the first forward.
+
+    Raises:
+        UnsupportedModelError: they aren't.
+    """
+    passes = Passes(model, layout)
+    dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    itself = []
+    for sequence in sequences:
+        rows = torch.zeros(len(sequence), len(layers), layout.hidden_size, dtype=dtype, device=passes.device)
+        passes.run_itself(sequence, layers, rows)
+        itself.append(rows)
+    difference = _difference(itself, _alone(passes, sequences, layers))
+    if difference > _tolerance(dtype):
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: its quantized layers can't be shared by a second way through the model (rows differ by "
+            f"{difference:.1e} from the model's own), so it can't be extracted from; take another quantization"
+        )
 
 
 def _trusted_attention(

@@ -232,9 +232,16 @@ class Tap:
     def __init__(self, blocks: Sequence[nn.Module], residual: Residual) -> None:
         self._residual = residual
         self._target: _Target | None = None
-        for layer, block in enumerate(blocks):
+        self._handles = [
             block.register_forward_pre_hook(self._entering(layer), with_kwargs=True)
-        blocks[-1].register_forward_hook(self._leaving(len(blocks)), with_kwargs=True)
+            for layer, block in enumerate(blocks)
+        ]
+        self._handles.append(blocks[-1].register_forward_hook(self._leaving(len(blocks)), with_kwargs=True))
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
 
     @contextmanager
     def into(
