@@ -256,6 +256,7 @@ class Frontend:
         *,
         options: RequestOptions,
         storage: Path | None,
+        share_prefixes: bool = False,
     ) -> Generator[Extracted, None, None]:
         """Prefill prompts; yield results as they finish, then raise ExtractionError if some failed.
 
@@ -263,14 +264,15 @@ class Frontend:
             prompts: of any form that PromptReader takes, also an iterator that never ends.
             options: layers, positions, save_dtype, overwrite.
             storage: a folder for files, or None for memory.
+            share_prefixes: what prompts that follow one another have in common at their beginning may be computed once.
 
         Raises:
             OptionError: at once, before anything is iterated.
         """
-        return self._extract(prompts, self._resolve(options), storage)
+        return self._extract(prompts, self._resolve(options), storage, share_prefixes)
 
     def _extract(
-        self, prompts: Iterable[Any], plan: CapturePlan, storage: Path | None
+        self, prompts: Iterable[Any], plan: CapturePlan, storage: Path | None, share_prefixes: bool
     ) -> Generator[Extracted, None, None]:
         failures: list[tuple[int, str]] = []
         captures: dict[int, Capture] = {}
@@ -299,7 +301,7 @@ class Frontend:
 
         try:
             waiting: dict[int, Future[Result]] = {}
-            for index in self.engine.extract(jobs()):
+            for index in self.engine.extract(jobs(), share_prefixes=share_prefixes):
                 waiting[index] = captures.pop(index).result
                 yield from self._finished(waiting, failures, at_most=_PENDING_FILES)
             yield from self._finished(waiting, failures, at_most=0)

@@ -167,6 +167,7 @@ class LLM:
         positions: Positions | None = None,
         save_dtype: str | None = None,
         overwrite: bool = False,
+        share_prefixes: bool = False,
         lora_request: Any = None,
     ) -> Generator[Extracted, None, None]:
         """Take the hidden states of prompts: prefill only, nothing is generated, no block past the deepest layer is run.
@@ -178,6 +179,7 @@ class LLM:
             positions: "last" or [a, b]: only these rows.
             save_dtype: dtype of the rows; default the compute dtype.
             overwrite: replace existing files.
+            share_prefixes: compute what neighbours have in common at their beginning once, where the model allows it.
             lora_request: with vLLM, its LoRARequest.
 
         Yields:
@@ -187,23 +189,14 @@ class LLM:
             OptionError: at once, before anything runs.
             ExtractionError: after all others were yielded: which prompts failed, and why.
         """
-        options = RequestOptions.parse(
-            {
-                key: value
-                for key, value in (
-                    ("layers", layers),
-                    ("positions", positions),
-                    ("save_dtype", save_dtype),
-                    ("overwrite", overwrite),
-                )
-                if value is not None
-            }
-        )
+        given = {"layers": layers, "positions": positions, "save_dtype": save_dtype, "overwrite": overwrite}
+        options = RequestOptions.parse({name: value for name, value in given.items() if value is not None})
         if options.positions == "output":
             raise OptionError("positions: 'output' has no meaning in extract, which generates nothing")
         items: Iterable[Any] = prompts if isinstance(prompts, Iterator) else as_prompt_list(prompts)
         folder = None if storage is None else Path(os.path.abspath(storage))
-        more = {} if lora_request is None else {"lora_request": self._lora(lora_request)}
+        more: dict[str, Any] = {"share_prefixes": share_prefixes}
+        more |= {} if lora_request is None else {"lora_request": self._lora(lora_request)}
         results: Generator[Extracted, None, None] = self._front.extract(items, options=options, storage=folder, **more)
         return results
 

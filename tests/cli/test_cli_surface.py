@@ -24,6 +24,7 @@ SURFACE = {
     "export": ["--context-size", "--format", "--model", "--no-verify", "--verify", "folder", "out"],
     "extract": [
         "--add-generation-prompt",
+        "--compress",
         "--device",
         "--dtype",
         "--engine",
@@ -66,7 +67,7 @@ SURFACE = {
         "input",
         "model",
     ],
-    "import": ["--from", "--layers", "--model", "--num-layers", "--out", "--quiet", "-q", "folder"],
+    "import": ["--compress", "--from", "--layers", "--model", "--num-layers", "--out", "--quiet", "-q", "folder"],
     "inspect": ["--plot", "--sample", "--tokenizer", "--top", "path"],
     "plan": [
         "--device",

@@ -7,7 +7,7 @@ import signal
 import sys
 
 import pytest
-from dataset_cases import ROW_BYTES, assert_holds, write_dataset
+from dataset_cases import ROW_BYTES, assert_holds, make_manifest, write_dataset
 
 from layertap.datasets.reader import open_dataset
 from layertap.datasets.writer import ShardOptions
@@ -15,9 +15,14 @@ from layertap.errors import MissingError
 
 SMALL = ShardOptions(shard_bytes=25 * ROW_BYTES)
 SAMPLES = range(6)
+KINDS = {
+    "shards": make_manifest(),
+    "files": make_manifest("files"),
+    "compressed": make_manifest(options={"compress": "planes+zstd", "share_prefixes": True}),
+}
 
 
-def run_and_die(folder, layout, *, at_event=None, after_seconds=None):
+def run_and_die(folder, kind, *, at_event=None, after_seconds=None):
     """Write in a forked child that is killed; true if it came to the end before.
 
     The child kills itself at its n-th access to a name in the folder (open, rename, link, unlink, truncate, ...), or is killed
@@ -43,7 +48,7 @@ def run_and_die(folder, layout, *, at_event=None, after_seconds=None):
                         os.kill(os.getpid(), signal.SIGKILL)
 
             sys.addaudithook(watch)
-        write_dataset(folder, SAMPLES, layout=layout, options=SMALL)
+        write_dataset(folder, SAMPLES, manifest=KINDS[kind], options=SMALL)
     except BaseException:  # noqa: BLE001 - a forked child must not go on as a second pytest
         sys.excepthook(*sys.exc_info())
         os._exit(1)
@@ -60,16 +65,16 @@ def check_what_is_left(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["shards", "files"])
-def test_a_writer_killed_at_each_of_its_accesses_leaves_only_complete_samples(tmp_path, layout):
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_writer_killed_at_each_of_its_accesses_leaves_only_complete_samples(tmp_path, kind):
     counts = []
     event = 0
     ended = False
     while not ended:
         folder = tmp_path / f"states{event}"
-        ended = run_and_die(folder, layout, at_event=event)
+        ended = run_and_die(folder, kind, at_event=event)
         counts.append(check_what_is_left(folder))
-        write_dataset(folder, SAMPLES, layout=layout, options=SMALL)
+        write_dataset(folder, SAMPLES, manifest=KINDS[kind], options=SMALL)
         assert_holds(folder, SAMPLES)
         assert not list(folder.glob("**/.*"))
         event += 1
@@ -80,17 +85,17 @@ def test_a_writer_killed_at_each_of_its_accesses_leaves_only_complete_samples(tm
     assert len(set(counts)) > 1
 
 
-@pytest.mark.parametrize("layout", ["shards", "files"])
-def test_a_run_killed_again_and_again_at_random_moments_comes_to_its_end(tmp_path, layout):
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_run_killed_again_and_again_at_random_moments_comes_to_its_end(tmp_path, kind):
     folder = tmp_path / "states"
-    moments = random.Random(layout)
+    moments = random.Random(kind)
     before = 0
     for _ in range(25):
-        if run_and_die(folder, layout, after_seconds=moments.uniform(0.001, 0.05)):
+        if run_and_die(folder, kind, after_seconds=moments.uniform(0.001, 0.05)):
             break
         now = check_what_is_left(folder)
         assert now >= before
         before = now
-    write_dataset(folder, SAMPLES, layout=layout, options=SMALL)
+    write_dataset(folder, SAMPLES, manifest=KINDS[kind], options=SMALL)
     assert_holds(folder, SAMPLES)
     assert not list(folder.glob("**/.*"))

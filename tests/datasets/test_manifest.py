@@ -63,8 +63,8 @@ def test_damage_and_strangers_are_told_apart(tmp_path):
     with pytest.raises(ForeignError, match="found a file"):
         read_manifest(path)
     body = json.loads(make_manifest().to_json())
-    path.write_text(json.dumps({**body, "format_version": 3}))
-    with pytest.raises(ForeignError, match="format version 3"):
+    path.write_text(json.dumps({**body, "format_version": 4}))
+    with pytest.raises(ForeignError, match="format version 4"):
         read_manifest(tmp_path)
 
 

@@ -45,13 +45,13 @@ def test_a_shard_is_a_layertap_file_that_the_common_reader_checks(shard):
 def test_mapped_samples_are_views_and_writing_to_one_leaves_the_file_alone(shard):
     path, samples, placed = shard
     before = path.read_bytes()
-    mapped = MappedShard(path, ROW_BYTES, 1)
+    mapped = MappedShard(path, file_info(make_manifest()), 1)
     for sample, one in zip(samples, placed, strict=True):
         rows = mapped.rows(one.row, one.num_rows)
         assert not rows.flags.owndata
         assert np.array_equal(rows, sample.rows)
         assert np.array_equal(mapped.token_ids(one.row, one.num_rows), sample.token_ids)
-        mapped.check(one.row, one.num_rows, one.checksum)
+        mapped.read(((one.row, one.row + one.num_rows),), one.checksum)
     mapped.rows(0, 1)[:] = 0
     assert path.read_bytes() == before
 
@@ -94,11 +94,11 @@ def test_every_flipped_bit_of_rows_and_ids_is_found_by_the_sample_that_owns_it(s
         flipped = bytearray(content)
         flipped[position] ^= 1 << position % 8
         path.write_bytes(flipped)
-        mapped = MappedShard(path, ROW_BYTES, 1)
+        mapped = MappedShard(path, file_info(make_manifest()), 1)
         wrong = 0
         for one in placed:
             try:
-                mapped.check(one.row, one.num_rows, one.checksum)
+                mapped.read(((one.row, one.row + one.num_rows),), one.checksum)
             except CorruptError:
                 wrong += 1
         assert wrong == 1
@@ -110,13 +110,13 @@ def test_cut_missing_and_foreign_files_are_told_apart(shard):
     for size in (0, 5, 4000, len(content) - 1, len(content) - ROW_BYTES - 7):
         path.write_bytes(content[:size])
         with pytest.raises(TornError):
-            MappedShard(path, ROW_BYTES, 1)
+            MappedShard(path, file_info(make_manifest()), 1)
     path.write_bytes(content)
     with pytest.raises(TornError, match="fewer than the 9999"):
-        MappedShard(path, ROW_BYTES, 9999)
+        MappedShard(path, file_info(make_manifest()), 9999)
     path.write_bytes(b"\xff" * 5000)
     with pytest.raises(ForeignError):
-        MappedShard(path, ROW_BYTES, 1)
+        MappedShard(path, file_info(make_manifest()), 1)
     path.unlink()
     with pytest.raises(MissingError, match="the index names this file"):
-        MappedShard(path, ROW_BYTES, 1)
+        MappedShard(path, file_info(make_manifest()), 1)

@@ -119,7 +119,7 @@ def test_digests_can_be_recomputed_from_the_description_alone(tmp_path):
     assert xxhash.xxh3_128_hexdigest(packed + canonical) == digest
 
 
-@pytest.mark.parametrize("name", ["format_1/float32", "format_1/bfloat16_window", "format_2/fp8"])
+@pytest.mark.parametrize("name", ["format_1/float32", "format_1/bfloat16_window", "format_2/fp8", "format_3/bfloat16"])
 def test_files_of_older_versions_stay_readable_byte_for_byte(name, tmp_path):
     expected = json.loads((COMPAT / f"{name}.json").read_text())
     path = tmp_path / "frozen.safetensors"
@@ -209,9 +209,9 @@ def test_hostile_headers_are_refused_without_allocating(sample, tmp_path, change
 def test_another_version_is_named(sample, tmp_path):
     (size,) = struct.unpack("<Q", sample[:8])
     header = json.loads(sample[8 : 8 + size])
-    header["__metadata__"]["layertap_format"] = "3"
+    header["__metadata__"]["layertap_format"] = "4"
     content = struct.pack("<Q", size) + json.dumps(header).encode().ljust(size) + sample[8 + size :]
-    assert "version '3'" in str(check_refused(tmp_path, content, (ForeignError,)))
+    assert "version '4'" in str(check_refused(tmp_path, content, (ForeignError,)))
 
 
 def test_a_file_of_vllms_own_connector_is_named_as_such(tmp_path):

@@ -77,7 +77,15 @@ def extract(
         bool,
         typer.Option(
             "--share-prefixes",
-            help="Samples that are the beginning of another one nearby are computed and stored once.",
+            help="What samples near one another have in common at their beginning is computed and stored once.",
+            rich_help_panel=_RUN,
+        ),
+    ] = False,
+    compress: Annotated[
+        bool,
+        typer.Option(
+            "--compress",
+            help="Store rows in compressed blocks (zstd), lossless; reading costs more.",
             rich_help_panel=_RUN,
         ),
     ] = False,
@@ -236,6 +244,7 @@ def extract(
             regenerate=_answers(regenerate, temperature, top_p, top_k, max_tokens, seed),
             template_date=None if template_date is None else template_date.date(),
             share_prefixes=share_prefixes,
+            compress=compress,
             check_rows=resume_check == "rows",
             shards=ShardOptions(shard_bytes=parse_bytes(shard_size), shard_seconds=shard_seconds, fsync=fsync),
         )

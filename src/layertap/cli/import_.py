@@ -31,6 +31,9 @@ def import_(
     model: Annotated[
         str | None, typer.Option(help="Name or path of the model, to be put on record.", show_default=False)
     ] = None,
+    compress: Annotated[
+        bool, typer.Option("--compress", help="Store rows in compressed blocks, lossless; reading costs more.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No summary; errors are still said.")] = False,
 ) -> None:
     """Make a data set of hidden states that others wrote: checked, with checksums, an index and a manifest.
@@ -40,7 +43,7 @@ def import_(
     with errors_explained():
         from layertap.datasets.importing import ImportOptions, import_dataset
 
-        options = ImportOptions(format=format, layers=layers, num_layers=num_layers, model=model)
+        options = ImportOptions(format=format, layers=layers, num_layers=num_layers, model=model, compress=compress)
         report = import_dataset(folder, out, options)
     for reason in report.damaged:
         say_error(f"set aside and imported again: {reason}")

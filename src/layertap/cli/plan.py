@@ -99,6 +99,12 @@ def lines_of(plan: "Plan") -> list[str]:
         lines.append(
             f"time     {about}{seconds_text(plan.seconds)} at {plan.tokens_per_second:,.0f} tokens/s, measured here"
         )
+    made = plan.compression
+    if made is None:
+        lines.append("compress not known without running it: --measure")
+    else:
+        ratio, speed = made.row_bytes / made.stored_bytes, bytes_text(made.row_bytes / made.seconds)
+        lines.append(f"compress {ratio:.2f} times smaller, at {speed}/s a core, measured on rows of the sample")
     lines += [
         f"{'' if number else 'rounding':8} layer {one.layer}: rows in {plan.save_dtype} are off by {one.mean:.1%} on average, "
         f"{one.worst:.1%} at worst"

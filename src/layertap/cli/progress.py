@@ -159,8 +159,15 @@ def summary(report: "RunReport") -> str:
         lines.append(f"{plural(report.num_skipped, 'sample')} had been done before, by checksum")
     if report.num_shared:
         lines.append(
-            f"{plural(report.num_shared, 'sample')} ({plural(report.num_shared_tokens, 'token')}) are the beginning of another "
-            "one: computed and stored once"
+            f"{plural(report.num_shared, 'sample')} begin with rows of another one ({plural(report.num_shared_tokens, 'token')}), "
+            "which are stored once"
+        )
+    done = report.compression
+    if done.stored_bytes:
+        speed = done.row_bytes / max(done.seconds, 1e-9)
+        lines.append(
+            f"compressed to {bytes_text(done.stored_bytes)}, {done.row_bytes / done.stored_bytes:.2f} times smaller, at "
+            f"{bytes_text(speed)}/s a core"
         )
     lines += [f"damaged, set aside and computed again: {message}" for message in report.damaged]
     return "\n".join(lines)

@@ -34,8 +34,9 @@ from layertap.datasets.running import run_records
 from layertap.datasets.sharing import refuse_unless_causal
 from layertap.datasets.tokenizing import Kept
 from layertap.datasets.verify import PartReport
-from layertap.datasets.writer import DatasetWriter, ShardOptions
+from layertap.datasets.writer import Compression, DatasetWriter, ShardOptions
 from layertap.errors import HiddenStatesError, OptionError
+from layertap.files.format import COMPRESSION
 from layertap.llm import LLM
 
 _MOST_FAILURES_KEPT = 1000
@@ -61,7 +62,9 @@ class RunOptions:
     """What chat templates that print today's date get; default the date of the set's first run."""
     shards: ShardOptions = field(default_factory=ShardOptions)
     share_prefixes: bool = False
-    """Compute and store the rows of samples that are the beginning of another one nearby only once."""
+    """Compute and store the rows of what samples near one another have in common at their beginning only once."""
+    compress: bool = False
+    """Store rows in compressed blocks, lossless; reading decompresses them."""
     check_rows: bool = True
     """Check all rows of finished samples before going on; otherwise only index, headers and sizes."""
 
@@ -115,8 +118,10 @@ class RunReport:
     stopped: bool = False
     """The run was asked to stop before the end of the input."""
     num_shared: int = 0
-    """Samples that lie in the rows of another one (`share_prefixes`)."""
+    """Samples whose first rows, or all, are those of another one (`share_prefixes`)."""
     num_shared_tokens: int = 0
+    compression: Compression = field(default_factory=Compression)
+    """Of the shards that this run closed (`compress`)."""
     seconds: float = 0.0
 
     def note_failure(self, where: str, reason: str) -> None:
@@ -229,6 +234,7 @@ def make_manifest(llm: LLM, source: InputFile, options: RunOptions) -> Manifest:
             "regenerate": options.regenerate and options.regenerate.identity(info.generation_defaults),
             "template_date": _template_date(tokenizer, options),
             "share_prefixes": options.share_prefixes or None,  # sets that were made before the option have no entry
+            "compress": COMPRESSION if options.compress else None,
             "input_format": source.format,
             "field": source.field,
             "shard": None if source.share[1] == 1 else f"{source.share[0]}/{source.share[1]}",
@@ -260,6 +266,7 @@ def _run(
     should_stop: Callable[[], bool],
 ) -> None:
     with DatasetWriter(report.folder, prepared.manifest, options.shards) as writer:
+        report.compression = writer.compression
         records = counted(source, prepared.done, report)
         run_records(llm, records, options, prepared.manifest, writer, report, should_stop)
 

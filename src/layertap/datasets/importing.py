@@ -25,6 +25,7 @@ from layertap.datasets.manifest import Manifest, RowIdentity
 from layertap.datasets.resume import Prepared, locked_folder, prepare_folder
 from layertap.datasets.writer import DatasetWriter, Sample, ShardOptions
 from layertap.errors import ForeignError, HiddenStatesError, OptionError
+from layertap.files.format import COMPRESSION
 
 ENGINE = "imported"
 _FACTS = ("engine", "engine_version", "weights_version", "lora")
@@ -41,6 +42,8 @@ class ImportOptions:
     """Blocks of the model; None: the files say it."""
     model: str | None = None
     """Name or path of the model; None: the files say it, or it is unknown."""
+    compress: bool = False
+    """Store rows in compressed blocks, lossless."""
     shards: ShardOptions = field(default_factory=ShardOptions)
 
     def __post_init__(self) -> None:
@@ -196,6 +199,7 @@ def _identity(found: Imported, options: ImportOptions, path: Path) -> RowIdentit
         engine_version=UNKNOWN,
         options={
             "imported_from": options.format,
+            "compress": COMPRESSION if options.compress else None,
             "positions": "all" if found.first_position == 0 else "window",
             **{f"written_by.{name}": found.facts.get(name) for name in _FACTS},
         },

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from layertap.datasets.index import Spans
+from layertap.capture.spans import Spans
 from layertap.errors import CorruptError, ForeignError, TornError, WaitTimeoutError
 from layertap.files.format import FileInfo
 from layertap.files.locks import LOCK_SUFFIX, is_held

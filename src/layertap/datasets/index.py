@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,11 +18,14 @@ import pyarrow.parquet as pq
 import xxhash
 from numpy.typing import NDArray
 
+from layertap.capture.spans import Spans, joined
 from layertap.errors import CorruptError, ForeignError
 
 PART_SUFFIX = ".index.parquet"
 _KEY = b"layertap.index"
 FORMAT_VERSION = 1
+SHARING_FORMAT_VERSION = 2
+"""Of parts with a column `before`."""
 
 SPANS = pa.list_(pa.struct([pa.field("start", pa.int32()), pa.field("end", pa.int32())]))
 SCHEMA = pa.schema(
@@ -39,10 +42,13 @@ SCHEMA = pa.schema(
         pa.field("error", pa.string()),  # why the sample failed
         pa.field("loss_mask", SPANS),  # rows of trained tokens; null: the sample has no mask
         pa.field("positions", SPANS),  # positions of the rows; null: all, from 0
+        pa.field(
+            "before", SPANS
+        ),  # rows of the file that are the sample's first ones; null: none. Only in parts that need it
     ]
 )
-LOOKUP_COLUMNS = ("index", "file", "row", "tokens", "prompt_tokens", "loss_mask", "positions")
-Spans: TypeAlias = tuple[tuple[int, int], ...]
+SPAN_COLUMNS = ("loss_mask", "positions", "before")
+LOOKUP_COLUMNS = ("index", "file", "row", "tokens", "prompt_tokens", *SPAN_COLUMNS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +69,24 @@ class SampleEntry:
     """Half-open spans of rows whose tokens are trained; None: the sample has no mask."""
     positions: Spans | None = None
     """Half-open spans of the positions of the rows; None: all, from 0."""
+    before: Spans | None = None
+    """Half-open spans of rows of the file that are the sample's first ones; those from `row` on follow. None: none."""
+
+    @property
+    def own_tokens(self) -> int:
+        """Rows that were stored for this sample."""
+        return self.tokens - sum(end - start for start, end in self.before or ())
+
+    @property
+    def spans(self) -> Spans:
+        """All rows of the sample in the file, in order."""
+        return spans_of(self.row, self.tokens, self.before or ())
+
+
+def spans_of(row: int, tokens: int, before: Spans) -> Spans:
+    """The rows of a sample in its file: those that it shares, then its own."""
+    own = tokens - sum(end - start for start, end in before)
+    return joined((*before, (row, row + own))) or ((row, row),)
 
 
 def encode_part(entries: Sequence[SampleEntry], dataset_id: str) -> bytes:
@@ -70,13 +94,16 @@ def encode_part(entries: Sequence[SampleEntry], dataset_id: str) -> bytes:
     columns: dict[str, list[Any]] = {
         name: [getattr(entry, name) for entry in entries] for name in SampleEntry.__dataclass_fields__
     }
-    for name in ("loss_mask", "positions"):
+    for name in SPAN_COLUMNS:
         columns[name] = [
             None if spans is None else [{"start": start, "end": end} for start, end in spans] for spans in columns[name]
         ]
     table = pa.table(columns, schema=SCHEMA)
+    shares = any(entry.before is not None for entry in entries)
+    if not shares:
+        table = table.drop_columns(["before"])
     facts = {
-        "format_version": FORMAT_VERSION,
+        "format_version": SHARING_FORMAT_VERSION if shares else FORMAT_VERSION,
         "dataset": dataset_id,
         "samples": len(entries),
         "digests": {name: _digest(table.column(name)) for name in table.column_names},
@@ -99,30 +126,22 @@ def read_part(path: Path, dataset_id: str, columns: Sequence[str] = tuple(SCHEMA
             pq.ParquetFile(opened, pre_buffer=False) as file,
         ):  # Arrow takes UTF-8 names only
             facts = json.loads((file.schema_arrow.metadata or {})[_KEY])
-            if facts["format_version"] != FORMAT_VERSION:
+            if facts["format_version"] not in (FORMAT_VERSION, SHARING_FORMAT_VERSION):
                 raise ForeignError(f"{path}: index of format version {facts['format_version']!r}")
             if facts["dataset"] != dataset_id:
                 raise ForeignError(f"{path}: belongs to another data set (id {facts['dataset']}, not {dataset_id})")
-            table = file.read(columns=list(columns), use_threads=False)
-        for name in columns:
+            there = [name for name in columns if name != "before" or facts["format_version"] != FORMAT_VERSION]
+            table = file.read(columns=there, use_threads=False)
+        for name in there:
             if _digest(table.column(name)) != facts["digests"][name]:
                 raise CorruptError(f"{path}: column {name!r} of the index doesn't match its digest")
     except KeyError as exc:
         raise ForeignError(f"{path}: not a part of an index: {exc} is missing") from exc
     except (pa.ArrowException, OSError, ValueError, TypeError) as exc:
         raise CorruptError(f"{path}: the index can't be read: {exc}") from exc
+    if len(there) < len(columns):
+        table = table.append_column(SCHEMA.field("before"), pa.nulls(len(table), SPANS))
     return table
-
-
-def owners(entries: Sequence[SampleEntry]) -> list[int]:
-    """Say which lines have rows of their own. The others are beginnings of the sample before them, and lie in its rows."""
-    found: list[int] = []
-    last: tuple[str, int] | None = None
-    for number, entry in enumerate(entries):
-        if entry.file is not None and (entry.file, entry.row) != last:
-            found.append(number)
-            last = entry.file, entry.row
-    return found
 
 
 def part_paths(folder: Path) -> list[Path]:
@@ -135,7 +154,7 @@ def load_entries(path: Path, dataset_id: str) -> list[SampleEntry]:
     names = list(SampleEntry.__dataclass_fields__)
     rows = read_part(path, dataset_id, names).to_pylist()
     for row in rows:
-        for name in ("loss_mask", "positions"):
+        for name in SPAN_COLUMNS:
             if row[name] is not None:
                 row[name] = tuple((span["start"], span["end"]) for span in row[name])
     return [SampleEntry(**row) for row in rows]

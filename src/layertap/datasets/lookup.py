@@ -17,12 +17,12 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from layertap.datasets.index import LOOKUP_COLUMNS, part_paths, read_part, span_arrays
+from layertap.datasets.index import LOOKUP_COLUMNS, SPAN_COLUMNS, part_paths, read_part, span_arrays
 from layertap.errors import CorruptError
 from layertap.files.paths import temporary_path
 
 CACHE_NAME = "lookup.safetensors"
-_CACHE_VERSION = "1"
+_CACHE_VERSION = "2"
 _END_BYTES = 4096
 _ARRAYS = ("index", "file", "row", "tokens", "prompt_tokens", "part", "line")
 
@@ -42,6 +42,12 @@ class SpanColumn:
         """Return the spans [n, 2] of a sample, or None."""
         return self.spans[self.offsets[at] : self.offsets[at + 1]] if self.known[at] else None
 
+    def lengths(self) -> NDArray[np.int64]:
+        """How much the spans of each sample cover, [samples]."""
+        ends = np.concatenate([[0], np.cumsum(self.spans[:, 1] - self.spans[:, 0], dtype=np.int64)])
+        lengths: NDArray[np.int64] = ends[self.offsets[1:]] - ends[self.offsets[:-1]]
+        return lengths
+
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
@@ -59,6 +65,7 @@ class Lookup:
     """The line in that part."""
     loss_mask: SpanColumn
     positions: SpanColumn
+    before: SpanColumn
     files: list[str]
     parts: list[Path]
     ids: list[str]
@@ -98,7 +105,7 @@ def write_cache(folder: Path, dataset_id: str) -> None:
     parts = part_paths(folder)
     lookup = _read_parts(folder, dataset_id, parts)
     arrays: dict[str, NDArray[Any]] = {name: getattr(lookup, name) for name in _ARRAYS}
-    for name in ("loss_mask", "positions"):
+    for name in SPAN_COLUMNS:
         column: SpanColumn = getattr(lookup, name)
         arrays |= {
             f"{name}.offsets": column.offsets,
@@ -131,8 +138,7 @@ def _read_cache(folder: Path, dataset_id: str, parts: list[Path]) -> Lookup | No
         names = arrays["files"].tobytes().decode()
         return Lookup(
             **{name: arrays[name] for name in _ARRAYS},
-            loss_mask=_span_column(arrays, "loss_mask"),
-            positions=_span_column(arrays, "positions"),
+            **{name: _span_column(arrays, name) for name in SPAN_COLUMNS},  # type: ignore[arg-type]
             files=names.split("\n") if names else [],
             parts=parts,
             ids=[dataset_id] * len(parts),
@@ -170,7 +176,7 @@ def _digest(arrays: dict[str, NDArray[Any]]) -> str:
 def _read_parts(folder: Path, dataset_id: str, parts: list[Path]) -> Lookup:
     files: dict[str, int] = {}
     blocks: dict[str, list[NDArray[Any]]] = {name: [np.empty(0, np.int64)] for name in _ARRAYS}
-    spans: dict[str, list[tuple[NDArray[Any], NDArray[Any]]]] = {"loss_mask": [], "positions": []}
+    spans: dict[str, list[tuple[NDArray[Any], NDArray[Any]]]] = {name: [] for name in SPAN_COLUMNS}
     for number, path in enumerate(parts):
         table = read_part(path, dataset_id, LOOKUP_COLUMNS)
         if table.column("file").null_count:
@@ -204,7 +210,7 @@ def join_lookups(lookups: Sequence[tuple[str, Lookup]], folder: Path) -> Lookup:
         CorruptError: two sets have the same sample.
     """
     blocks: dict[str, list[NDArray[Any]]] = {name: [] for name in _ARRAYS}
-    spans: dict[str, list[tuple[NDArray[Any], NDArray[Any]]]] = {"loss_mask": [], "positions": []}
+    spans: dict[str, list[tuple[NDArray[Any], NDArray[Any]]]] = {name: [] for name in SPAN_COLUMNS}
     files: list[str] = []
     parts: list[Path] = []
     ids: list[str] = []

@@ -21,6 +21,8 @@ MANIFEST_NAME = "manifest.json"
 FORMAT = "layertap.dataset"
 FORMAT_VERSION = 1
 FP8_FORMAT_VERSION = 2
+PACKED_FORMAT_VERSION = 3
+_KNOWN = (FORMAT_VERSION, FP8_FORMAT_VERSION, PACKED_FORMAT_VERSION)
 
 Layout: TypeAlias = Literal["shards", "files"]
 LAYOUTS: tuple[Layout, ...] = ("shards", "files")
@@ -67,6 +69,8 @@ class Manifest:
     @property
     def format_version(self) -> int:
         """The lowest that says all: readers that know only that one read on."""
+        if self.rows.options.get("compress"):
+            return PACKED_FORMAT_VERSION
         return FP8_FORMAT_VERSION if self.rows.save_dtype == FP8 else FORMAT_VERSION
 
     def to_json(self) -> bytes:
@@ -127,10 +131,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise CorruptError(f"{path}: the manifest isn't JSON: {exc}") from exc
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise ForeignError(f"{path}: not the manifest of a layertap data set")
-    if body.get("format_version") not in (FORMAT_VERSION, FP8_FORMAT_VERSION):
+    if body.get("format_version") not in _KNOWN:
         raise ForeignError(
-            f"{path}: format version {body.get('format_version')!r}; this version of layertap reads {FORMAT_VERSION} and "
-            f"{FP8_FORMAT_VERSION}"
+            f"{path}: format version {body.get('format_version')!r}; this version of layertap reads "
+            f"{', '.join(map(str, _KNOWN[:-1]))} and {_KNOWN[-1]}"
         )
     if body.pop("checksum", None) != _checksum(body):
         raise CorruptError(f"{path}: the manifest doesn't match its checksum")

@@ -12,17 +12,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from layertap.capture.layers import resolve_layers
 from layertap.capture.options import StoreOptions
 from layertap.capture.request import FP8, SAVE_DTYPES, slot_bytes
 from layertap.datasets.counting import estimate_records
 from layertap.datasets.extraction import RunOptions
+from layertap.datasets.index import spans_of
 from layertap.datasets.inputs import InputFile, InputRecord, Record
+from layertap.datasets.prefixes import StoredRows
 from layertap.datasets.rounding import RoundingError, rounding_errors
-from layertap.datasets.sharing import WINDOW, hosts_of
+from layertap.datasets.sharing import WINDOW
 from layertap.datasets.tokenizing import RecordTokenizer, trained_rows
+from layertap.datasets.writer import Compression
 from layertap.engines.base import ModelInfo
 from layertap.errors import ModelError, PromptError
+from layertap.files.blocks import compress, rows_of_block
 
 if TYPE_CHECKING:
     from layertap.llm import LLM
@@ -30,6 +36,7 @@ if TYPE_CHECKING:
 
 _READ_RECORDS = 200_000
 _SHARING_WINDOWS = 2
+_COMPRESSED_SAMPLES = 32
 # a token id, a digest in the header, and the sample's line of the index
 _TOKEN_BYTES = 8 + 10.7
 _INDEX_BYTES = 60
@@ -83,6 +90,8 @@ class Plan:
     savings: list[tuple[str, int]]
     """What else could be chosen, and the bytes on disk that it would take."""
     tokens_per_second: float | None = None
+    compression: Compression | None = None
+    """What `compress` made of the sample's rows; None where it wasn't measured."""
     rounding: list[RoundingError] = field(default_factory=list)
     """What saving in `save_dtype` changes, by layer; where it was measured and isn't the compute dtype."""
 
@@ -148,16 +157,20 @@ def make_plan(
         if shared:
             savings.append(
                 (
-                    f"--share-prefixes (and computes {shared:.0%} less)",
+                    f"--share-prefixes (and computes up to {shared:.0%} less)",
                     disk(round(num_rows * (1 - shared)), len(layers), save_dtype),
                 )
             )
-    if len(layers) > 1:
-        savings.append(("each layer less", disk(num_rows, len(layers) - 1, save_dtype)))
     speed: float | None = None
     rounding: list[RoundingError] = []
+    compression: Compression | None = None
     if measure_seconds is not None:
-        speed, rounding = _measure(model, prompts, layers, options, measure_seconds, engine_options)
+        speed, rounding, compression = _measure(model, prompts, layers, options, measure_seconds, engine_options)
+        saved = 1 - compression.stored_bytes / compression.row_bytes
+        rows_bytes = num_rows * len(layers) * slot_bytes(save_dtype, info.hidden_size)
+        savings.append(("--compress", disk(num_rows, len(layers), save_dtype) - round(rows_bytes * saved)))
+    if len(layers) > 1:
+        savings.append(("each layer less", disk(num_rows, len(layers) - 1, save_dtype)))
     depth = max(layers)
     existing = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
     return Plan(
@@ -174,6 +187,7 @@ def make_plan(
         rows_budget=StoreOptions().byte_budget(),
         savings=savings,
         tokens_per_second=speed,
+        compression=compression,
         rounding=rounding,
     )
 
@@ -284,8 +298,14 @@ def _share_of_beginnings(source: InputFile, reader: RecordTokenizer) -> float:
             with contextlib.suppress(PromptError):
                 if isinstance(record, InputRecord):
                     found.append(list(reader.read(record)[0].token_ids))
+        stored, row = StoredRows(), 0
+        for ids in map(np.asarray, sorted(found)):
+            before = stored.find(ids)
+            own = len(ids) - sum(end - start for start, end in before)
+            stored.add(ids, spans_of(row, len(ids), before), own)
+            row += own
         tokens += sum(map(len, found))
-        shared += sum(len(one) for one, host in zip(found, hosts_of(found), strict=True) if host is not None)
+        shared += sum(map(len, found)) - row
     return shared / tokens if tokens else 0.0
 
 
@@ -311,14 +331,31 @@ def _measure(
     options: RunOptions,
     seconds: float,
     engine_options: dict[str, Any],
-) -> tuple[float, list[RoundingError]]:
+) -> tuple[float, list[RoundingError], Compression]:
     from layertap.llm import LLM
 
     with LLM(model, layers=layers, **engine_options) as llm:
         _tokens_per_second(llm, prompts[:8], layers, options, seconds)  # warm up
         speed = _tokens_per_second(llm, prompts, layers, options, seconds)
         saved = options.save_dtype
-        return speed, [] if saved in (None, llm.info.dtype) else rounding_errors(llm, prompts, layers, saved)
+        rounding = [] if saved in (None, llm.info.dtype) else rounding_errors(llm, prompts, layers, saved)
+        return speed, rounding, _try_compression(llm, prompts, layers, saved)
+
+
+def _try_compression(
+    llm: "LLM", prompts: list["Prompt"], layers: tuple[int, ...], save_dtype: str | None
+) -> Compression:
+    """Compress rows of the sample as a shard would."""
+    found = Compression()
+    for sample in llm.extract(itertools.islice(prompts, _COMPRESSED_SAMPLES), layers=layers, save_dtype=save_dtype):
+        rows, info = sample.result.rows, sample.result.info
+        if rows is None:
+            raise TypeError("rows that were to be kept in memory went to a file")
+        flat, step = rows.reshape(len(rows), -1), rows_of_block(info)
+        started = time.thread_time()
+        stored = sum(compress(flat[begin : begin + step], info).nbytes for begin in range(0, len(flat), step))
+        found.add(flat.nbytes, stored, time.thread_time() - started)
+    return found
 
 
 def _tokens_per_second(

@@ -19,10 +19,10 @@ from layertap.datasets.extraction import RunOptions, RunReport, counted, known_d
 from layertap.datasets.inputs import InputFile, Record
 from layertap.datasets.manifest import Manifest
 from layertap.datasets.ray_pieces import Holding, Pieces
-from layertap.datasets.ray_worker import ExtractionWorker, Hello, Offer, Status
+from layertap.datasets.ray_worker import ExtractionWorker, Hello, Offer, Status, Tally
 from layertap.datasets.resume import leftovers, locked_folder, prepare_folder, refuse_changed_input
 from layertap.datasets.verify import PartReport
-from layertap.datasets.writer import DatasetWriter, file_info
+from layertap.datasets.writer import Compression, DatasetWriter, file_info
 from layertap.errors import EngineError, LayertapError, OptionError
 from layertap.files.publish import sync_folder
 
@@ -84,7 +84,7 @@ class _Actor:
     asked_at: float = 0.0
     holding: Holding = field(default_factory=Holding)
     status: Status = field(default_factory=lambda: Status(offers=[]))
-    published: Status = field(default_factory=lambda: Status(offers=[]))
+    published: Tally = field(default_factory=Tally)
 
     def references(self) -> Iterator[Any]:
         yield from (one for one in (self.starting, *self.running, self.flushing, self.asking) if one is not None)
@@ -193,7 +193,7 @@ class _Run:
         self._stopping = False
         self._deaths_in_a_row = 0
         self._actors: list[_Actor] = []
-        self._gone = Status(offers=[])
+        self._gone = Tally()
         """What died actors had published."""
         self._manifest: Manifest | None = None
         on_gpu = engine_options.get("device") != "cpu" and ray.cluster_resources().get("GPU", 0) >= 1
@@ -269,7 +269,7 @@ class _Run:
         now = time.monotonic()
         for actor in self._actors:
             if actor.starting is None and actor.holding.open and not actor.running and actor.flushing is None:
-                if self._stopping and actor.status.num_samples == actor.published.num_samples:
+                if self._stopping and actor.status.tally.num_samples == actor.published.num_samples:
                     continue  # stopped before it came to them
                 actor.flushing = actor.handle.flush.remote()
             if actor.running and actor.asking is None and now - actor.asked_at >= _POLL_SECONDS:
@@ -316,7 +316,8 @@ class _Run:
             actor.running.remove(reference)
             actor.holding.queued.popleft()
             self._deaths_in_a_row = 0
-        if answer.num_samples + answer.num_failed >= actor.status.num_samples + actor.status.num_failed:
+        now, before = answer.tally, actor.status.tally
+        if now.num_samples + now.num_failed >= before.num_samples + before.num_failed:
             actor.status = replace(answer, offers=[])
         for offer in answer.offers:
             self._publish(actor, offer)
@@ -346,28 +347,14 @@ class _Run:
             sync_folder(offer.path.parent)
         for record, (_, reason) in zip(failed, offer.failed, strict=True):
             self._report.note_failure(record.where, reason)
-        before = actor.published
-        actor.published = Status(
-            offers=[],
-            num_samples=before.num_samples + len(offer.done),
-            num_tokens=before.num_tokens + offer.num_tokens,
-            num_shared=before.num_shared + offer.num_shared,
-            num_shared_tokens=before.num_shared_tokens + offer.num_shared_tokens,
-            num_failed=before.num_failed + len(failed),
-        )
+        actor.published += offer.tally
 
     def _bury(self, actor: _Actor, exc: BaseException, pieces: Pieces | None) -> list[Record]:
         """An actor died: another one takes its place."""
         self._actors.remove(actor)
         actor.progress.died = True
         actor.progress.num_samples = actor.published.num_samples
-        self._gone = replace(
-            self._gone,
-            num_samples=self._gone.num_samples + actor.published.num_samples,
-            num_tokens=self._gone.num_tokens + actor.published.num_tokens,
-            num_shared=self._gone.num_shared + actor.published.num_shared,
-            num_shared_tokens=self._gone.num_shared_tokens + actor.published.num_shared_tokens,
-        )
+        self._gone += actor.published
         logger.warning(
             "actor %s (%s) died; its unpublished work is done again", actor.progress.name, actor.progress.where
         )
@@ -382,12 +369,15 @@ class _Run:
     def _count(self) -> None:
         report = self._report
         for actor in self._actors:
-            actor.progress.num_samples = actor.status.num_samples
-        for name in ("num_samples", "num_tokens", "num_shared", "num_shared_tokens"):
-            live = sum(getattr(actor.status, name) for actor in self._actors)
-            setattr(report, name, getattr(self._gone, name) + live)
+            actor.progress.num_samples = actor.status.tally.num_samples
+        total = sum((actor.status.tally for actor in self._actors), self._gone)
+        for name in ("num_samples", "num_tokens", "num_shared", "num_shared_tokens"):  # failures are noted one by one
+            setattr(report, name, getattr(total, name))
         # what died actors had not shown is known to nobody
         report.num_unshown = sum(actor.status.num_unshown for actor in self._actors)
+        report.compression = Compression()
+        for one in (actor.status.compression for actor in self._actors):
+            report.compression.add(one.row_bytes, one.stored_bytes, one.seconds)
         if self._manifest is not None:
             report.num_bytes = (report.num_tokens - report.num_shared_tokens) * file_info(self._manifest).row_bytes
 

@@ -8,18 +8,32 @@ import os
 import socket
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from layertap.datasets.extraction import RunOptions, RunReport, make_manifest
-from layertap.datasets.index import SampleEntry, owners
+from layertap.datasets.index import SampleEntry
 from layertap.datasets.inputs import InputFile, Record
 from layertap.datasets.manifest import Manifest
 from layertap.datasets.running import run_records
 from layertap.datasets.sharing import refuse_unless_causal
-from layertap.datasets.writer import DatasetWriter
+from layertap.datasets.writer import Compression, DatasetWriter
 from layertap.llm import LLM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """Counts that add up. They are those of `RunReport`."""
+
+    num_samples: int = 0
+    num_tokens: int = 0
+    num_failed: int = 0
+    num_shared: int = 0
+    num_shared_tokens: int = 0
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +46,7 @@ class Offer:
     """Places in the input of its samples."""
     failed: tuple[tuple[int, str], ...]
     """The inputs that failed, with the reason."""
-    num_tokens: int
-    num_shared: int
-    num_shared_tokens: int
+    tally: Tally
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +54,10 @@ class Status:
     """What an actor has done since it started, and the parts that it hasn't offered before."""
 
     offers: list[Offer]
-    num_samples: int = 0
-    num_tokens: int = 0
-    num_failed: int = 0
-    num_shared: int = 0
-    num_shared_tokens: int = 0
+    tally: Tally = field(default_factory=Tally)
     num_unshown: int = 0
     """As in `RunReport`."""
+    compression: Compression = field(default_factory=Compression)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,12 +147,9 @@ class ExtractionWorker:
         report = self._report
         return Status(
             offers=offers,
-            num_samples=report.num_samples,
-            num_tokens=report.num_tokens,
-            num_failed=report.num_failed,
-            num_shared=report.num_shared,
-            num_shared_tokens=report.num_shared_tokens,
+            tally=Tally(**{one.name: getattr(report, one.name) for one in fields(Tally)}),
             num_unshown=report.num_unshown,
+            compression=Compression() if self._writer is None else self._writer.compression,
         )
 
     def stop(self) -> None:
@@ -151,16 +157,16 @@ class ExtractionWorker:
         self._stopped = True
 
     def _offer(self, temporary: Path, path: Path, entries: list[SampleEntry]) -> None:
-        own = set(owners(entries))
-        shared = [entry.tokens for number, entry in enumerate(entries) if entry.error is None and number not in own]
-        offer = Offer(
-            temporary=temporary,
-            path=path,
-            done=tuple(entry.index for entry in entries if entry.error is None),
-            failed=tuple((entry.index, entry.error) for entry in entries if entry.error is not None),
+        shared = [entry.tokens - entry.own_tokens for entry in entries if entry.before is not None]
+        done = tuple(entry.index for entry in entries if entry.error is None)
+        failed = tuple((entry.index, entry.error) for entry in entries if entry.error is not None)
+        tally = Tally(
+            num_samples=len(done),
             num_tokens=sum(entry.tokens for entry in entries),
+            num_failed=len(failed),
             num_shared=len(shared),
             num_shared_tokens=sum(shared),
         )
+        offer = Offer(temporary=temporary, path=path, done=done, failed=failed, tally=tally)
         with self._lock:
             self._offers.append(offer)

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from layertap.datasets.index import SampleEntry, load_entries
+from layertap.capture.spans import Spans
+from layertap.datasets.index import SampleEntry, load_entries, spans_of
 from layertap.datasets.joining import find_shares, joined_lookup, joined_manifest
 from layertap.datasets.lookup import Lookup, load_lookup
 from layertap.datasets.manifest import Manifest, read_manifest
@@ -100,7 +101,7 @@ class Dataset(Sequence[DatasetItem]):
         self._verify = verify
         self._read_dtype = read_dtype
         self._selection = np.arange(len(lookup)) if selection is None else selection
-        self._row_bytes = file_info(manifest).row_bytes
+        self._file_info = file_info(manifest)
         self._rows_in_file: NDArray[np.int64] | None = None
         self._mapped: dict[int, MappedShard] = {}
         self._entries: dict[int, list[SampleEntry]] = {}
@@ -158,8 +159,7 @@ class Dataset(Sequence[DatasetItem]):
 
     def entry(self, position: int) -> SampleEntry:
         """Return the line of the index of sample `position`: file, row, checksum, own id, ..."""
-        at = self._at(position)
-        return self._part(int(self._lookup.part[at]))[int(self._lookup.line[at])]
+        return self._entry(self._at(position))
 
     def read_as(self, dtype: str | None) -> "Dataset":
         """The same samples, with rows that are converted when they are read; None: as they are saved.
@@ -176,9 +176,8 @@ class Dataset(Sequence[DatasetItem]):
         Raises:
             HiddenStatesError: the first that doesn't match, or can't be read.
         """
-        for position in range(len(self)):
-            at = self._at(position)
-            self._check(at, self._shard(at))
+        for at in self._selection.tolist():
+            self._read(at, verify=True)
 
     def __len__(self) -> int:
         return len(self._selection)
@@ -193,14 +192,14 @@ class Dataset(Sequence[DatasetItem]):
         import torch
 
         at = self._at(position)
-        raw, token_ids = self._raw(at)
+        raw, token_ids = self._read(at, self._verify)
         slots = raw.reshape(len(token_ids), len(self.layers), -1)
         values = to_tensors(slots, self.dtype, self._read_dtype)
         item = DatasetItem(
-            index=int(self._lookup.index[at]),
+            index=self._lookup.index.item(at),
             hidden_states=values["hidden_states"],
             token_ids=torch.from_numpy(token_ids),
-            prompt_len=int(self._lookup.prompt_tokens[at]),
+            prompt_len=self._lookup.prompt_tokens.item(at),
             loss_mask=None if (mask := self._loss_mask(at)) is None else torch.from_numpy(mask),
             positions=torch.from_numpy(self._positions(at)),
         )
@@ -210,14 +209,16 @@ class Dataset(Sequence[DatasetItem]):
 
     def raw(self, position: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """Return the bytes [tokens, bytes of a row] and the token ids of a sample, without torch."""
-        return self._raw(self._at(position))
+        return self._read(self._at(position), self._verify)
 
-    def _raw(self, at: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        shard = self._shard(at)
-        if self._verify:
-            self._check(at, shard)
-        row, tokens = int(self._lookup.row[at]), int(self._lookup.tokens[at])
-        return shard.rows(row, tokens), shard.token_ids(row, tokens)
+    def _read(self, at: int, verify: bool) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        shard = self._shard(self._lookup.file.item(at))
+        return shard.read(self._spans(at), str(self._entry(at).checksum) if verify else None)
+
+    def _spans(self, at: int) -> Spans:
+        row, tokens = self._lookup.row.item(at), self._lookup.tokens.item(at)
+        before = self._lookup.before.get(at)
+        return ((row, row + tokens),) if before is None else spans_of(row, tokens, tuple(map(tuple, before.tolist())))
 
     def loss_mask(self, position: int) -> NDArray[np.bool_] | None:
         """Return which tokens of a sample are trained, or None where it has no mask."""
@@ -230,10 +231,7 @@ class Dataset(Sequence[DatasetItem]):
     @property
     def num_trained_tokens(self) -> int:
         """Trained tokens of all samples that have a mask."""
-        column = self._lookup.loss_mask
-        lengths = np.concatenate([[0], np.cumsum(column.spans[:, 1] - column.spans[:, 0], dtype=np.int64)])
-        chosen = self._selection
-        return int((lengths[column.offsets[chosen + 1]] - lengths[column.offsets[chosen]]).sum())
+        return int(self._lookup.loss_mask.lengths()[self._selection].sum())
 
     def __iter__(self) -> Iterator[DatasetItem]:
         return (self[position] for position in range(len(self)))
@@ -255,16 +253,16 @@ class Dataset(Sequence[DatasetItem]):
 
     def _at(self, position: int) -> int:
         """Turn a position in this set, maybe negative, into a line of the lookup."""
-        number = operator.index(position)
-        if not -len(self) <= number < len(self):
-            raise IndexError(f"sample {number} of a data set of {len(self)}")
-        return int(self._selection[number])
+        try:
+            return self._selection.item(operator.index(position))
+        except IndexError:
+            raise IndexError(f"sample {position} of a data set of {len(self)}") from None
 
     def _loss_mask(self, at: int) -> NDArray[np.bool_] | None:
         spans = self._lookup.loss_mask.get(at)
         if spans is None:
             return None
-        tokens = int(self._lookup.tokens[at])
+        tokens = self._lookup.tokens.item(at)
         mask = np.zeros(tokens, np.bool_)
         for start, end in spans.tolist():
             if not 0 <= start < end <= tokens:
@@ -274,7 +272,7 @@ class Dataset(Sequence[DatasetItem]):
 
     def _positions(self, at: int) -> NDArray[np.int64]:
         spans = self._lookup.positions.get(at)
-        tokens = int(self._lookup.tokens[at])
+        tokens = self._lookup.tokens.item(at)
         if spans is None:
             return np.arange(tokens)
         found: NDArray[np.int64] = np.concatenate(
@@ -286,13 +284,15 @@ class Dataset(Sequence[DatasetItem]):
             )
         return found
 
+    def _entry(self, at: int) -> SampleEntry:
+        return self._part(self._lookup.part.item(at))[self._lookup.line.item(at)]
+
     def _part(self, number: int) -> list[SampleEntry]:
         if number not in self._entries:
             self._entries[number] = load_entries(self._lookup.parts[number], self._lookup.ids[number])
         return self._entries[number]
 
-    def _shard(self, at: int) -> MappedShard:
-        number = int(self._lookup.file[at])
+    def _shard(self, number: int) -> MappedShard:
         shard = self._mapped.get(number)
         if shard is None:
             name = self._lookup.files[number]
@@ -302,19 +302,13 @@ class Dataset(Sequence[DatasetItem]):
             if len(self._mapped) >= _MOST_MAPPED:
                 with contextlib.suppress(StopIteration, KeyError):  # another thread may have been faster
                     self._mapped.pop(next(iter(self._mapped)))
-            shard = self._mapped[number] = MappedShard(path, self._row_bytes, self._expected_rows(number))
-        row, tokens = int(self._lookup.row[at]), int(self._lookup.tokens[at])
-        if row < 0 or tokens < 0 or row + tokens > shard.num_rows:
-            raise CorruptError(f"{shard.path}: the index names rows {row} to {row + tokens - 1} of {shard.num_rows}")
+            shard = self._mapped[number] = MappedShard(path, self._file_info, self._expected_rows(number))
         return shard
 
     def _expected_rows(self, file: int) -> int:
         if self._rows_in_file is None:
             expected = np.zeros(len(self._lookup.files), np.int64)
-            np.maximum.at(expected, self._lookup.file, self._lookup.row + self._lookup.tokens)
+            own = self._lookup.tokens - self._lookup.before.lengths()
+            np.maximum.at(expected, self._lookup.file, self._lookup.row + own)
             self._rows_in_file = expected
         return int(self._rows_in_file[file])
-
-    def _check(self, at: int, shard: MappedShard) -> None:
-        entry = self._part(int(self._lookup.part[at]))[int(self._lookup.line[at])]
-        shard.check(entry.row, entry.tokens, entry.checksum)

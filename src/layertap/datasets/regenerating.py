@@ -15,8 +15,8 @@ from typing import Any
 
 import xxhash
 
+from layertap.capture.spans import Spans
 from layertap.datasets.conversations import ChatPrompt
-from layertap.datasets.index import Spans
 from layertap.datasets.inputs import InputRecord
 from layertap.datasets.tokenizing import RecordTokenizer
 from layertap.errors import LayertapError, OptionError

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from layertap.datasets.index import Spans
+from layertap.capture.spans import Spans
 from layertap.datasets.inputs import BrokenRecord, InputRecord, Record
 from layertap.datasets.manifest import Manifest
 from layertap.datasets.regenerating import BATCH, Answering, RegenerateOptions
@@ -57,7 +57,12 @@ def run_records(
         batches = [feed.sharing()]
     alone: list[Record] = []
     for batch in batches:
-        results = llm.extract(iter(batch), layers=manifest.rows.layers, save_dtype=options.save_dtype)
+        results = llm.extract(
+            iter(batch),
+            layers=manifest.rows.layers,
+            save_dtype=options.save_dtype,
+            share_prefixes=options.share_prefixes,
+        )
         try:
             with contextlib.closing(results):
                 for result in results:
@@ -102,38 +107,37 @@ def _add(
         chosen = np.concatenate([np.arange(start, end) for start, end in spans])
         rows, token_ids = rows[chosen], token_ids[chosen]
     finish_reason = kept.info.facts.get("finish_reason", "prefill")
-    writer.add(
-        Sample(
-            index=record.index,
-            source_hash=record.source_hash,
-            sample_id=record.sample_id,
-            rows=rows,
-            token_ids=token_ids,
-            prompt_tokens=kept.info.prompt_len if running.prompt_tokens is None else running.prompt_tokens,
-            finish_reason=running.finish_reason or finish_reason,
-            loss_mask=mask,
-            positions=spans,
-        ),
-        [
-            Sample(
-                index=one.record.index,
-                source_hash=one.record.source_hash,
-                sample_id=one.record.sample_id,
-                rows=rows[: one.num_tokens],
-                token_ids=token_ids[: one.num_tokens],
-                prompt_tokens=one.num_tokens,
-                finish_reason=finish_reason,
-                loss_mask=one.mask,
-            )
-            for one in running.beginnings
-        ],
+    whole = Sample(
+        index=record.index,
+        source_hash=record.source_hash,
+        sample_id=record.sample_id,
+        rows=rows,
+        token_ids=token_ids,
+        prompt_tokens=kept.info.prompt_len if running.prompt_tokens is None else running.prompt_tokens,
+        finish_reason=running.finish_reason or finish_reason,
+        loss_mask=mask,
+        positions=spans,
     )
-    shared = sum(one.num_tokens for one in running.beginnings)
-    report.num_shared += len(running.beginnings)
-    report.num_shared_tokens += shared
-    report.num_samples += 1 + len(running.beginnings)
-    report.num_tokens += len(token_ids) + shared
-    report.num_bytes += rows.nbytes
+    beginnings = [
+        Sample(
+            index=one.record.index,
+            source_hash=one.record.source_hash,
+            sample_id=one.record.sample_id,
+            rows=rows[: one.num_tokens],
+            token_ids=token_ids[: one.num_tokens],
+            prompt_tokens=one.num_tokens,
+            finish_reason=finish_reason,
+            loss_mask=one.mask,
+        )
+        for one in running.beginnings
+    ]
+    for sample in (whole, *beginnings):
+        shared = writer.add(sample)
+        report.num_shared += shared > 0
+        report.num_shared_tokens += shared
+        report.num_samples += 1
+        report.num_tokens += len(sample.token_ids)
+        report.num_bytes += sample.rows.nbytes * (len(sample.token_ids) - shared) // max(1, len(sample.token_ids))
 
 
 class _Feed:
@@ -172,17 +176,19 @@ class _Feed:
             yield prompt
 
     def sharing(self) -> Iterator[Prompt]:
-        """The prompts that aren't the beginning of another one in the same window of the input."""
+        """The prompts that aren't the beginning of another one in the same window of the input, sorted by their tokens."""
         place = 0
         tokenized = self._tokenized()
         while window := list(islice(tokenized, WINDOW)):
-            hosts = hosts_of([list(prompt.token_ids) for _, prompt, _ in window])
+            sequences = [list(prompt.token_ids) for _, prompt, _ in window]
+            hosts = hosts_of(sequences)
             beginnings: dict[int, list[_Running]] = {}
             for (record, prompt, mask), host in zip(window, hosts, strict=True):
                 if host is not None:
                     one = _Running(record=record, mask=mask, num_tokens=len(prompt.token_ids))
                     beginnings.setdefault(host, []).append(one)
-            for number, (record, prompt, mask) in enumerate(window):
+            for number in sorted(range(len(window)), key=sequences.__getitem__):
+                record, prompt, mask = window[number]
                 if hosts[number] is not None:
                     continue
                 if self._should_stop():

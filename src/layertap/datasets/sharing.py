@@ -1,8 +1,10 @@
-"""Samples that are the beginning of another one: computed and stored once (`share_prefixes`).
+"""Samples that begin alike: their common rows are computed and stored once (`share_prefixes`).
 
-A chat that was cut into one record a turn gives the same rows again and again: the first turn is the beginning of the first
-two. In a causal model a row depends on the tokens up to its own and nothing else, so the rows of the beginning are the first rows
-of the whole. That is tried on the model before anything is shared.
+In a causal model a row depends on the tokens up to its own and nothing else, so samples with one system prompt, the answers of a
+group to one prompt, and the turns of a chat that was cut into records have rows in common. That is tried on the model before
+anything is shared. A window of the input is sorted by its tokens here, and what is the whole beginning of another sample isn't run
+at all; what goes different ways is run together (`engines.transformers.trees`); and the writer stores what lies in the open shard
+already only once (`datasets.prefixes`).
 """
 
 import random

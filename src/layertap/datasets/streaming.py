@@ -23,11 +23,11 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from layertap.capture.layers import LayersLike
+from layertap.capture.spans import Spans
 from layertap.client.blocking import HiddenStatesClient
 from layertap.client.errors import ServerError
 from layertap.client.protocol import as_tensors
 from layertap.datasets.conversations import parse_row, source_hash
-from layertap.datasets.index import Spans
 from layertap.datasets.inputs import BrokenRecord, InputFile, InputRecord, Record, open_input
 from layertap.datasets.loader import current_rank
 from layertap.datasets.reader import DatasetItem

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
+from layertap.capture.spans import Spans
 from layertap.datasets.conversations import ChatPrompt, TextPrompt, TokenPrompt
-from layertap.datasets.index import Spans
 from layertap.datasets.inputs import InputRecord
 from layertap.datasets.masks import LossMasks
 from layertap.engines.base import ModelInfo

@@ -9,7 +9,7 @@ from layertap.datasets.manifest import Manifest
 from layertap.datasets.shards import MappedShard
 from layertap.datasets.writer import file_info
 from layertap.errors import CorruptError, ForeignError, HiddenStatesError
-from layertap.files.format import FileInfo
+from layertap.files.format import FileInfo, Packed
 from layertap.files.read import read_header
 
 
@@ -61,11 +61,13 @@ def _verify_file(folder: Path, name: str, entries: list[SampleEntry], manifest: 
         raise ForeignError(f"{path}: the index names a file outside of the data set")
     start, end = -1, 0
     for entry in entries:
-        if entry.row == start and entry.row + entry.tokens <= end:
-            continue  # the beginning of the sample before
-        if entry.row != end:
-            raise CorruptError(f"{path}: sample {entry.index} starts at row {entry.row}, the one before ends at {end}")
-        start, end = entry.row, end + entry.tokens
+        if entry.before is None and entry.row == start and entry.row + entry.tokens <= end:
+            continue  # the beginning of the sample before, as sets have it that were made without `before`
+        if entry.row != end or entry.own_tokens < 0 or any(stop > end for _, stop in entry.before or ()):
+            raise CorruptError(
+                f"{path}: sample {entry.index} lies in rows {list(entry.spans)}, the one before ends at {end}"
+            )
+        start, end = entry.row, end + entry.own_tokens
     info = read_header(path).info
     expected = file_info(manifest)
     if _comparable(info) != _comparable(expected) or info.num_rows != end:
@@ -75,12 +77,13 @@ def _verify_file(folder: Path, name: str, entries: list[SampleEntry], manifest: 
             f"{list(expected.layers)} {expected.dtype} of {expected.hidden_size}, {end} rows, data set {manifest.id}"
         )
     if rows:
-        shard = MappedShard(path, info.row_bytes, end)
+        shard = MappedShard(path, info, end)
         for entry in entries:
-            shard.check(entry.row, entry.tokens, entry.checksum)
+            shard.read(entry.spans, str(entry.checksum))
     return path.stat().st_size
 
 
 def _comparable(info: FileInfo) -> FileInfo:
     facts = {"dataset": info.facts.get("dataset", "")}
-    return replace(info, num_rows=0, prompt_len=0, num_tokens=0, facts=facts)
+    packed = None if info.packed is None else Packed()
+    return replace(info, num_rows=0, prompt_len=0, num_tokens=0, facts=facts, packed=packed)

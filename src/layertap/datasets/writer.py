@@ -16,7 +16,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,11 +26,13 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from layertap.datasets.index import PART_SUFFIX, SampleEntry, Spans, encode_part, owners
+from layertap.capture.spans import Spans
+from layertap.datasets.index import PART_SUFFIX, SampleEntry, encode_part, spans_of
 from layertap.datasets.manifest import Manifest
+from layertap.datasets.prefixes import StoredRows
 from layertap.datasets.shards import ShardWriter
 from layertap.errors import OptionError, StoreFullError
-from layertap.files.format import FileInfo
+from layertap.files.format import FileInfo, Packed
 from layertap.files.paths import temporary_path
 from layertap.files.publish import sync_folder
 
@@ -79,12 +81,29 @@ class Sample:
 
 
 @dataclass(slots=True)
+class Compression:
+    """What compressing the shards that are closed has come to."""
+
+    row_bytes: int = 0
+    stored_bytes: int = 0
+    seconds: float = 0.0
+    """Of all cores together."""
+
+    def add(self, row_bytes: int, stored_bytes: int, seconds: float) -> None:
+        """Count a shard."""
+        self.row_bytes += row_bytes
+        self.stored_bytes += stored_bytes
+        self.seconds += seconds
+
+
+@dataclass(slots=True)
 class _Part:
     """A shard (or a span of single files) with its lines of the index."""
 
     path: Path
     opened: float
     shard: ShardWriter | None = None
+    stored: StoredRows = field(default_factory=StoredRows)
     entries: list[SampleEntry] = field(default_factory=list)
 
 
@@ -120,6 +139,7 @@ class DatasetWriter:
         self._options = options or ShardOptions()
         self._clock = clock
         self._info = file_info(manifest)
+        self._shares = bool(manifest.rows.options.get("share_prefixes"))
         self._base = folder / (SHARDS_FOLDER if manifest.layout == "shards" else FILES_FOLDER)
         self._base.mkdir(parents=True, exist_ok=True)
         if self._options.fsync:
@@ -133,7 +153,7 @@ class DatasetWriter:
         self._counts = threading.Lock()
         self.published_samples = 0
         self.published_shards = 0
-        self.row_bytes_written = 0
+        self.compression = Compression()
 
     def __enter__(self) -> Self:
         return self
@@ -148,13 +168,11 @@ class DatasetWriter:
                 raise
             exc.add_note(f"closing the last shard failed, too: {closing_error}")
 
-    def add(self, sample: Sample, beginnings: Sequence[Sample] = ()) -> None:
+    def add(self, sample: Sample) -> int:
         """Write a sample. Blocks while two shards are being closed.
 
-        Args:
-            sample: the sample.
-            beginnings: other samples whose rows are the first ones of its; only their lines of the index are written. Layout
-                "shards" only.
+        Returns:
+            How many of its rows lay in the shard already, as another sample's first ones, and weren't written again.
 
         Raises:
             StoreFullError: the disk is full; what was complete has been (or will be, by `close`) published.
@@ -162,12 +180,11 @@ class DatasetWriter:
         """
         try:
             if self._manifest.layout == "shards":
-                self._add_to_shard(sample, beginnings)
-            else:
-                self._add_as_file(sample)
+                return self._add_to_shard(sample)
+            self._add_as_file(sample)
         except OSError as exc:
             raise _said(exc, self._folder) from exc
-        self.row_bytes_written += sample.rows.nbytes
+        return 0
 
     def add_failure(self, *, index: int, source_hash: str, sample_id: str | None, reason: str) -> None:
         """Put on record why an input has no sample. A later run tries it again."""
@@ -200,25 +217,33 @@ class DatasetWriter:
         finally:
             self._closer.shutdown(wait=True)
 
-    def _add_to_shard(self, sample: Sample, beginnings: Sequence[Sample]) -> None:
-        num_rows = len(sample.token_ids)
+    def _add_to_shard(self, sample: Sample) -> int:
+        before, num_shared = self._stored_before(sample)
+        own = len(sample.token_ids) - num_shared
         part = self._part
-        if part is not None and part.shard is not None and part.shard.num_rows + num_rows > part.shard.max_rows:
+        if part is not None and part.shard is not None and part.shard.num_rows + own > part.shard.max_rows:
             self._max_rows = min(2 * self._max_rows, _MOST_ROWS)
             self._rotate()
+            before, num_shared, own = (), 0, len(sample.token_ids)
         part = self._open_part()
         if part.shard is None:
             fitting = max(1, self._options.shard_bytes // self._info.row_bytes)
-            max_rows = max(min(self._max_rows, fitting), num_rows)
+            max_rows = max(min(self._max_rows, fitting), own)
             target = self._target(part.path)
             part.shard = ShardWriter(target, self._info, max_rows=max_rows, fsync=self._options.fsync)
-        placed = part.shard.append(sample.rows, sample.token_ids)
-        part.entries.append(self._entry(sample, part.shard.path, placed.row, placed.checksum))
-        for one in beginnings:
-            checksum = part.shard.checksum_of_beginning(len(one.token_ids))
-            part.entries.append(self._entry(one, part.shard.path, placed.row, checksum))
+        placed = part.shard.append(sample.rows[num_shared:], sample.token_ids[num_shared:], before)
+        part.entries.append(self._entry(sample, part.shard.path, placed.row, placed.checksum, before or None))
+        if self._shares:
+            part.stored.add(sample.token_ids, spans_of(placed.row, len(sample.token_ids), before), own)
         if part.shard.num_bytes >= self._options.shard_bytes or self._is_old(part):
             self._rotate()
+        return num_shared
+
+    def _stored_before(self, sample: Sample) -> tuple[Spans, int]:
+        if not self._shares or self._part is None or sample.positions is not None:
+            return (), 0
+        before = self._part.stored.find(sample.token_ids)
+        return before, sum(end - start for start, end in before)
 
     def _add_as_file(self, sample: Sample) -> None:
         info = replace(
@@ -231,6 +256,7 @@ class DatasetWriter:
         try:
             placed = file.append(sample.rows, sample.token_ids)
             file.publish()
+            self._note_compression(file)
         finally:
             file.discard()
         part = self._open_part()
@@ -238,7 +264,13 @@ class DatasetWriter:
         if len(part.entries) >= _FILES_PER_PART or self._is_old(part):
             self._rotate()
 
-    def _entry(self, sample: Sample, path: Path, row: int, checksum: str) -> SampleEntry:
+    def _note_compression(self, shard: ShardWriter) -> None:
+        if self._info.packed is not None:
+            with self._counts:
+                row_bytes = shard.num_rows * self._info.row_bytes
+                self.compression.add(row_bytes, shard.num_bytes, shard.compress_seconds)
+
+    def _entry(self, sample: Sample, path: Path, row: int, checksum: str, before: Spans | None = None) -> SampleEntry:
         return SampleEntry(
             index=sample.index,
             source_hash=sample.source_hash,
@@ -251,6 +283,7 @@ class DatasetWriter:
             checksum=checksum,
             loss_mask=sample.loss_mask,
             positions=sample.positions,
+            before=before,
         )
 
     def _open_part(self) -> _Part:
@@ -284,7 +317,7 @@ class DatasetWriter:
         dropped = 0
         temporary = temporary_path(part.path)
         # an interrupt may have come between a sample's rows and its line
-        while part.shard is not None and part.shard.num_samples > len(owners(part.entries)):
+        while part.shard is not None and part.shard.num_samples > _num_done(part.entries):
             part.shard.drop_last()
         try:
             while True:
@@ -294,6 +327,7 @@ class DatasetWriter:
                     write_synced(temporary, encode_part(part.entries, self._manifest.id), self._options.fsync)
                     if part.shard is not None and part.shard.num_samples:
                         part.shard.publish()
+                        self._note_compression(part.shard)
                     break
                 except OSError as exc:
                     temporary.unlink(missing_ok=True)
@@ -314,7 +348,7 @@ class DatasetWriter:
             if part.shard is not None:
                 part.shard.discard()
         with self._counts:
-            self.published_samples += sum(entry.file is not None for entry in part.entries)
+            self.published_samples += _num_done(part.entries)
             self.published_shards += bool(part.shard is not None and part.entries)
         if dropped:
             full = OSError(
@@ -323,17 +357,20 @@ class DatasetWriter:
             raise _said(full, self._folder)
 
     def _drop_last(self, part: _Part) -> int:
-        """Take the last sample of a part back, and its beginnings, to free their space; says how many were."""
-        own = owners(part.entries)
-        if not own:
+        """Take the last sample of a part back to free its space; says how many were. None refers to one behind it."""
+        last = next((entry for entry in reversed(part.entries) if entry.file is not None), None)
+        if last is None or last.file is None:
             return 0
-        last, before = part.entries[own[-1]], len(part.entries)
-        part.entries[own[-1] :] = [entry for entry in part.entries[own[-1] :] if entry.file is None]
+        part.entries.remove(last)
         if part.shard is not None:
             part.shard.drop_last()
-        elif last.file is not None:
+        else:
             (self._folder / last.file).unlink()
-        return before - len(part.entries)
+        return 1
+
+
+def _num_done(entries: list[SampleEntry]) -> int:
+    return sum(entry.file is not None for entry in entries)
 
 
 def file_info(manifest: Manifest) -> FileInfo:
@@ -359,6 +396,7 @@ def file_info(manifest: Manifest) -> FileInfo:
         num_layers=rows.num_layers,
         model=rows.model,
         facts=facts,
+        packed=Packed() if rows.options.get("compress") else None,
     )
 
 

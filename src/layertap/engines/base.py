@@ -156,8 +156,11 @@ class Engine(Protocol):
     def tokenizer(self) -> Any:
         """Of transformers, or None."""
 
-    def extract(self, jobs: Iterable[ExtractJob]) -> Iterable[int]:
-        """Run prompts as `jobs` are pulled; yields the index of each job whose rows have all been handed over (or failed)."""
+    def extract(self, jobs: Iterable[ExtractJob], *, share_prefixes: bool = False) -> Iterable[int]:
+        """Run prompts as `jobs` are pulled; yields the index of each job whose rows have all been handed over (or failed).
+
+        With `share_prefixes`, what jobs that follow one another have in common at their beginning may be computed once.
+        """
 
     def check(self, params: SamplingParams) -> None:
         """Raise an OptionError for what this engine can't honour."""

@@ -1,4 +1,4 @@
-"""The file format, versions 1 and 2 (docs/format.md is normative): bytes in, bytes out, no I/O.
+"""The file format, versions 1 to 3 (docs/format.md is normative): bytes in, bytes out, no I/O.
 
 A file is a safetensors file with two tensors, `hidden_states` [tokens, layers, hidden] and `token_ids` [tokens] int64, in this
 order, behind a header that is padded with spaces to the size reserved for it when the first row was written. The metadata makes it
@@ -6,8 +6,10 @@ self-describing. `row_digests` holds one xxh3-64 per row, over the row's bytes i
 `digest` is one xxh3-128 over those digests and the canonical header with `digest` zeroed. So windows and shards can be checked by
 row, and a flipped bit in a layer id, a token id or a row shows.
 
-Version 2 is version 1 with fp8 rows: its first tensor is `hidden_states_fp8`, uint8 [tokens, layers, hidden + 8]. All else is
-written as version 1, so that readers that know only that one read on.
+Version 2 is version 1 with fp8 rows: its first tensor is `hidden_states_fp8`, uint8 [tokens, layers, hidden + 8]. Version 3 has
+the rows of either in compressed blocks (`files.blocks`): `hidden_states_zstd` or `hidden_states_fp8_zstd`, uint8 [bytes], and
+`blocks`, which says where each begins. Digests are over the rows as they were. All else is written as
+version 1, so that readers that know only that one read on.
 """
 
 import base64
@@ -27,12 +29,33 @@ from layertap.errors import CorruptError, ForeignError, OptionError, TornError
 
 FORMAT_VERSION = "1"
 FP8_FORMAT_VERSION = "2"
+PACKED_FORMAT_VERSION = "3"
+COMPRESSION = "planes+zstd"
 LAYER_CONVENTION = "id L is the input of block L; num_layers is the last block's output, before the final norm"
 ALIGNMENT = 4096
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", FP8: "U8"}
 _ZERO_DIGEST = "0" * 32
 _DIGEST_CHARS_PER_ROW = 10.7  # base64 of 8 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The size of rows in compressed blocks."""
+
+    num_bytes: int = 0
+    """A multiple of 8; what is left over behind the last block is zero."""
+    num_blocks: int = 0
+
+    @classmethod
+    def of(cls, table: NDArray[np.int64]) -> "Packed":
+        """By the table of blocks."""
+        return cls(-(-int(table[-1, 1]) // 8) * 8, len(table) - 1)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the table."""
+        return 16 * (self.num_blocks + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +74,7 @@ class FileInfo:
         model: name or path of the model, as it was given.
         facts: everything else, as strings (revision, engine, engine_version, compute_dtype, quantization, finish_reason,
             replayed_rows, weights_version, request_id, residual, ...).
+        packed: the rows are compressed; None: they lie there as they are.
     """
 
     layers: tuple[int, ...]
@@ -63,6 +87,7 @@ class FileInfo:
     num_layers: int
     model: str
     facts: Mapping[str, str] = field(default_factory=dict)
+    packed: Packed | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -72,17 +97,25 @@ class FileInfo:
     @property
     def format_version(self) -> str:
         """The lowest version that can hold these rows."""
+        if self.packed is not None:
+            return PACKED_FORMAT_VERSION
         return FP8_FORMAT_VERSION if self.dtype == FP8 else FORMAT_VERSION
 
     @property
     def rows_name(self) -> str:
         """The tensor of the rows. Bytes that aren't numbers by themselves don't pass as `hidden_states`."""
-        return "hidden_states_fp8" if self.dtype == FP8 else "hidden_states"
+        name = "hidden_states_fp8" if self.dtype == FP8 else "hidden_states"
+        return name if self.packed is None else f"{name}_zstd"
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the rows in the file."""
+        return self.num_rows * self.row_bytes if self.packed is None else self.packed.num_bytes
 
     @property
     def data_bytes(self) -> int:
         """Bytes of all tensors."""
-        return self.num_rows * (self.row_bytes + 8)
+        return self.stored_bytes + 8 * self.num_rows + (0 if self.packed is None else self.packed.table_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,9 +225,10 @@ def decode_header(body: bytes, file_size: int, name: str) -> Header:
             hint = "; it looks like one of vLLM's own connector, which carries no checksum: read it with safetensors"
         raise ForeignError(f"{name}: not a file of layertap (no layertap_format in its metadata){hint}")
     version = metadata["layertap_format"]
-    if version not in (FORMAT_VERSION, FP8_FORMAT_VERSION):
+    if version not in (FORMAT_VERSION, FP8_FORMAT_VERSION, PACKED_FORMAT_VERSION):
         raise ForeignError(
-            f"{name}: format version {version!r}; this layertap reads versions {FORMAT_VERSION} and {FP8_FORMAT_VERSION}"
+            f"{name}: format version {version!r}; this layertap reads versions {FORMAT_VERSION}, {FP8_FORMAT_VERSION} and "
+            f"{PACKED_FORMAT_VERSION}"
         )
     try:
         header = _decode_fields(parsed, dict(metadata), 8 + len(body))
@@ -210,11 +244,21 @@ def decode_header(body: bytes, file_size: int, name: str) -> Header:
 
 
 def _decode_fields(parsed: dict[str, Any], metadata: dict[str, str], data_offset: int) -> Header:
-    is_fp8 = metadata["layertap_format"] == FP8_FORMAT_VERSION
-    tensor = parsed["hidden_states_fp8" if is_fp8 else "hidden_states"]
-    num_rows, num_slots, hidden_size = (int(n) for n in tensor["shape"])
-    hidden_size -= FP8_TAIL_BYTES if is_fp8 else 0
-    dtype = {short: name for name, short in SAFETENSORS_DTYPES.items()}[tensor["dtype"]]
+    packed = None
+    if metadata["layertap_format"] == PACKED_FORMAT_VERSION:
+        dtype = metadata.pop("dtype")
+        shape = json.loads(metadata.pop("shape"))
+        if metadata.pop("compression") != COMPRESSION or dtype not in SAFETENSORS_DTYPES:
+            raise ValueError("an unknown compression or dtype")
+        name = "hidden_states_fp8_zstd" if dtype == FP8 else "hidden_states_zstd"
+        packed = Packed(int(parsed[name]["shape"][0]), int(parsed["blocks"]["shape"][0]) - 1)
+    else:
+        is_fp8 = metadata["layertap_format"] == FP8_FORMAT_VERSION
+        tensor = parsed["hidden_states_fp8" if is_fp8 else "hidden_states"]
+        dtype = {short: name for name, short in SAFETENSORS_DTYPES.items()}[tensor["dtype"]]
+        shape = tensor["shape"]
+    num_rows, num_slots, hidden_size = (int(n) for n in shape)
+    hidden_size -= FP8_TAIL_BYTES if dtype == FP8 else 0
     layers = tuple(int(layer) for layer in json.loads(metadata.pop("layers")))
     raw = base64.b64decode(metadata.pop("row_digests"), validate=True)
     digest = metadata.pop("digest")
@@ -230,8 +274,10 @@ def _decode_fields(parsed: dict[str, Any], metadata: dict[str, str], data_offset
         num_layers=int(known["num_layers"]),
         model=known["model"],
         facts=metadata,
+        packed=packed,
     )
-    if len(layers) != num_slots or len(raw) != 8 * num_rows or min(num_rows, hidden_size) < 0:
+    sizes = [num_rows, hidden_size, *((packed.num_bytes, packed.num_blocks) if packed is not None else ())]
+    if len(layers) != num_slots or len(raw) != 8 * num_rows or min(sizes) < 0:
         raise ValueError(
             f"{num_slots} slots and {num_rows} rows, but {len(layers)} layer ids and {len(raw)} digest bytes"
         )
@@ -253,8 +299,9 @@ _KNOWN_KEYS = (
 
 
 def _encode_json(info: FileInfo, raw_digests: bytes, digest: str) -> bytes:
-    data_bytes = info.num_rows * info.row_bytes
     width = info.hidden_size + (FP8_TAIL_BYTES if info.dtype == FP8 else 0)
+    shape = [info.num_rows, len(info.layers), width]
+    packed = info.packed
     metadata = {
         **info.facts,
         "layertap_format": info.format_version,
@@ -269,21 +316,22 @@ def _encode_json(info: FileInfo, raw_digests: bytes, digest: str) -> bytes:
         "row_digests": base64.b64encode(raw_digests).decode(),
         "digest": digest,
     }
-    return _json_bytes(
-        {
-            "__metadata__": metadata,
-            info.rows_name: {
-                "dtype": SAFETENSORS_DTYPES[info.dtype],
-                "shape": [info.num_rows, len(info.layers), width],
-                "data_offsets": [0, data_bytes],
-            },
-            "token_ids": {
-                "dtype": "I64",
-                "shape": [info.num_rows],
-                "data_offsets": [data_bytes, data_bytes + 8 * info.num_rows],
-            },
-        }
-    )
+    if packed is not None:
+        metadata |= {"compression": COMPRESSION, "dtype": info.dtype, "shape": json.dumps(shape)}
+    tensors = [
+        (info.rows_name, SAFETENSORS_DTYPES[info.dtype], shape, info.stored_bytes)
+        if packed is None
+        else (info.rows_name, "U8", [packed.num_bytes], packed.num_bytes),
+        ("token_ids", "I64", [info.num_rows], 8 * info.num_rows),
+    ]
+    if packed is not None:
+        tensors.append(("blocks", "I64", [packed.num_blocks + 1, 2], packed.table_bytes))
+    header: dict[str, Any] = {"__metadata__": metadata}
+    begin = 0
+    for name, dtype, size, num_bytes in tensors:
+        header[name] = {"dtype": dtype, "shape": size, "data_offsets": [begin, begin + num_bytes]}
+        begin += num_bytes
+    return _json_bytes(header)
 
 
 def _json_bytes(value: Any) -> bytes:

@@ -98,6 +98,14 @@ class PendingFile:
             offset = self._reserve + ((row + i) * num_layers + first_slot) * slot_bytes
             pwrite_all(self._fd, np.ascontiguousarray(data[i]), offset)
 
+    def write_packed(self, block: NDArray[np.uint8], offset: int) -> None:
+        """Write a block of compressed rows, `offset` bytes behind the first.
+
+        Raises:
+            OSError: the disk's reason.
+        """
+        pwrite_all(self._fd, block, self._reserve + offset)
+
     def read_back(self, row: int, num_rows: int) -> NDArray[np.uint8]:
         """Rows that were written, uint8 [num_rows, bytes of a row]."""
         row_bytes = self._info.row_bytes
@@ -123,14 +131,15 @@ class PendingFile:
         first_position: int,
         num_tokens: int,
         facts: Mapping[str, str],
+        table: NDArray[np.int64] | None = None,
     ) -> fmt.FileInfo:
-        """Finish and publish the rows `first_row` on, one per token id.
+        """Finish and publish the rows `first_row` on, one per token id; `table` is that of the blocks, where rows are compressed.
 
         Raises:
             TargetExistsError: the target came into being meanwhile.
             OSError: the disk's reason. The caller then calls `fail`.
         """
-        info = self._complete(first_row, token_ids, digests, first_position, num_tokens, facts)
+        info = self._complete(first_row, token_ids, digests, first_position, num_tokens, facts, table)
         self._rename()
         if self._fsync:
             self._sync_rename()
@@ -182,6 +191,7 @@ class PendingFile:
         first_position: int,
         num_tokens: int,
         facts: Mapping[str, str],
+        table: NDArray[np.int64] | None = None,
     ) -> fmt.FileInfo:
         """Write what is missing of the temporary file."""
         num_rows = len(token_ids)
@@ -191,12 +201,17 @@ class PendingFile:
             first_position=first_position,
             num_tokens=num_tokens,
             facts={**self._info.facts, **facts},
+            packed=None if table is None else fmt.Packed.of(table),
         )
         if first_row:  # only `positions: "last"` of generated tokens: a handful of rows
             pwrite_all(self._fd, self.read_back(first_row, num_rows), self._reserve)
-        end = self._reserve + num_rows * info.row_bytes
+        end = self._reserve + info.stored_bytes
         pwrite_all(self._fd, token_ids.astype("<i8"), end)
-        os.ftruncate(self._fd, end + 8 * num_rows)
+        if table is not None:
+            last = int(table[-1, 1])
+            pwrite_all(self._fd, np.zeros(info.stored_bytes - last, np.uint8), self._reserve + last)
+            pwrite_all(self._fd, table.astype("<i8").reshape(-1), end + 8 * num_rows)
+        os.ftruncate(self._fd, self._reserve + info.data_bytes)
         pwrite_all(self._fd, np.frombuffer(fmt.encode_header(info, digests, self._reserve), np.uint8), 0)
         if self._fsync:
             os.fsync(self._fd)

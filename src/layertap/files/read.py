@@ -83,6 +83,8 @@ def verify_file(path: str | os.PathLike[str], *, timeout: float = DEFAULT_TIMEOU
     with _published(path, timeout) as (fd, name):
         header = _read_header(fd, name)
         info, begin = header.info, header.data_offset
+        if info.packed is not None:
+            return read_open_file(fd, name).info
         end = begin + info.num_rows * info.row_bytes
         token_ids = _read_token_ids(fd, end, info.num_rows, name)
         if info.num_rows:
@@ -168,13 +170,29 @@ def read_open_file(fd: int, name: str) -> Loaded:
     """`read_file` for a file that is open already; `name` is for messages."""
     header = _read_header(fd, name)
     info = header.info
-    rows = _read_array(fd, header.data_offset, info.num_rows * info.row_bytes, name).reshape(
-        info.num_rows, info.row_bytes
+    stored = _read_array(fd, header.data_offset, info.stored_bytes, name)
+    token_ids = _read_token_ids(fd, header.data_offset + stored.size, info.num_rows, name)
+    rows = (
+        stored.reshape(info.num_rows, info.row_bytes)
+        if info.packed is None
+        else _decompressed(fd, header, info.packed, stored, name)
     )
-    token_ids = _read_token_ids(fd, header.data_offset + rows.size, info.num_rows, name)
     check_rows(header, rows, token_ids, name)
     slot_bytes = info.row_bytes // len(info.layers)
     return Loaded(info=info, rows=rows.reshape(info.num_rows, len(info.layers), slot_bytes), token_ids=token_ids)
+
+
+def _decompressed(
+    fd: int, header: fmt.Header, packed: fmt.Packed, stored: NDArray[np.uint8], name: str
+) -> NDArray[np.uint8]:
+    from layertap.files.blocks import BlockRows  # pyarrow takes a moment
+
+    info = header.info
+    table = _read_array(fd, header.data_offset + stored.size + 8 * info.num_rows, packed.table_bytes, name).view("<i8")
+    blocks = BlockRows(info, stored, table.reshape(-1, 2), name)
+    if blocks.num_rows != info.num_rows:
+        raise CorruptError(f"{name}: blocks of {blocks.num_rows} rows, the header says {info.num_rows}")
+    return blocks.read(0, info.num_rows)
 
 
 def _read_token_ids(fd: int, offset: int, num_rows: int, name: str) -> NDArray[np.int64]:

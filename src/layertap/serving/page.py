@@ -136,6 +136,8 @@ def _norms(path: Path, header: Header) -> dict[str, Any]:
     info = header.info
     if not info.num_rows:
         raise ApiError(404, "no picture: the file has no rows", code="not_found")
+    if info.packed is not None:
+        raise ApiError(404, "no picture: the file's rows are compressed; layertap inspect shows them", code="not_found")
     picked = np.unique(np.linspace(0, info.num_rows - 1, min(info.num_rows, _MOST_POSITIONS)).astype(int))
     raw = np.memmap(path, np.uint8, "r", header.data_offset, (info.num_rows, info.row_bytes))
     rows = to_float32(raw[picked].reshape(len(picked), len(info.layers), -1), info.dtype)

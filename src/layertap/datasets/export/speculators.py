@@ -55,7 +55,7 @@ def export_speculators(dataset: Dataset, out: Path, on_sample: Callable[[int], N
 
 def _write_rows(dataset: Dataset, position: int, path: Path) -> None:
     rows, token_ids = dataset.raw(position)
-    info = replace(file_info(dataset.manifest), prompt_len=dataset.entry(position).prompt_tokens)
+    info = replace(file_info(dataset.manifest), packed=None, prompt_len=dataset.entry(position).prompt_tokens)
     if dataset.dtype == FP8:  # its reader knows no scales
         slots = rows.reshape(len(rows), len(dataset.layers), -1)
         rows = to_tensors(slots, FP8, "bfloat16")["hidden_states"].view(torch.uint8).numpy().reshape(len(rows), -1)

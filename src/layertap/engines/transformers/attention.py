@@ -16,13 +16,14 @@ import copy
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import accumulate, chain
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from layertap.capture.spans import Spans
 from layertap.engines.transformers.varlen import varlen, varlen_fits
 
 if TYPE_CHECKING:
@@ -61,18 +62,28 @@ class Pack:
         bounds: 0, and the end of each sequence.
         longest: length of the longest sequence.
         cu_seqlens: `bounds` on the device, for the variable-length kernel; None on the CPU.
+        keys: for sequences that share their beginnings: the rows that each one sees, its own last, end to end, on the device. None:
+            each sees only its own.
+        seen: the bounds of the sequences in `keys`, as a pack.
     """
 
     bounds: tuple[int, ...]
     longest: int
     cu_seqlens: Tensor | None
+    keys: Tensor | None = None
+    seen: Pack | None = None
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> Pack:
-        """Describe sequences of these lengths, end to end."""
+    def of(cls, lengths: Sequence[int], device: torch.device, rows: Sequence[Spans] | None = None) -> Pack:
+        """Describe sequences of these lengths, end to end; `rows` are those of the pack that each one sees, where they share."""
         bounds = (0, *accumulate(lengths))
         on_device = torch.tensor(bounds, dtype=torch.int32, device=device) if device.type == "cuda" else None
-        return cls(bounds, max(lengths), on_device)
+        pack = cls(bounds, max(lengths), on_device)
+        if rows is None:
+            return pack
+        keys = torch.cat([torch.arange(*span) for spans in rows for span in spans]).to(device)
+        seen = cls.of([sum(stop - start for start, stop in spans) for spans in rows], device)
+        return replace(pack, keys=keys, seen=seen)
 
 
 _current = threading.local()
@@ -191,15 +202,21 @@ def packed_attention(
     pack: Pack | None = getattr(_current, "pack", None)
     if pack is None or pack.bounds[-1] != query.shape[2]:
         raise NotPackable(f"a row of {query.shape[2]} tokens was run without a pack that describes it")
+    seen = pack
+    if pack.keys is not None and pack.seen is not None:
+        key, value, seen = key[:, :, pack.keys], value[:, :, pack.keys], pack.seen
     if pack.cu_seqlens is not None and sinks is None and not softcap and varlen_fits(query, key, value):
-        return varlen(query, key, value, pack.cu_seqlens, pack.longest, scale, window)
+        bounds, longest = pack.cu_seqlens, pack.longest
+        return varlen(
+            query, key, value, bounds, longest, scale, window, cu_seqlens_k=seen.cu_seqlens, longest_k=seen.longest
+        )
     output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     by_hand = sinks is not None or softcap > 0
-    for begin, end in zip(pack.bounds[:-1], pack.bounds[1:], strict=True):
-        q, k, v, out = query[:, :, begin:end], key[:, :, begin:end], value[:, :, begin:end], output[:, begin:end]
+    for (begin, end), (first, last) in zip(pairwise(pack.bounds), pairwise(seen.bounds), strict=True):
+        q, k, v, out = query[:, :, begin:end], key[:, :, first:last], value[:, :, first:last], output[:, begin:end]
         if by_hand:
             _by_hand(q, k, v, out, sinks, scale, window, softcap)
-        elif window and end - begin > window:
+        elif last - first > end - begin or (window and end - begin > window):
             _windowed(q, k, v, out, scale, window)
         else:
             out.copy_(_sdpa(q, k, v, scale, None).transpose(1, 2))
@@ -258,12 +275,17 @@ def by_sequence(
 
 
 def _windowed(q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float, window: int) -> None:
-    """Query chunk by query chunk, each over the keys that one of its tokens can see: linear in the length."""
+    """Query chunk by query chunk, each over the keys that one of its tokens can see: linear in the length.
+
+    The queries are those of the last keys.
+    """
     length, chunk = q.shape[2], max(window, _QUERY_CHUNK)
+    before = k.shape[2] - length
     for begin in range(0, length, chunk):
-        end, first = min(begin + chunk, length), max(0, begin - window + 1)
-        mask = _visible(begin, end, first, window, q.device)
-        part = _sdpa(q[:, :, begin:end], k[:, :, first:end], v[:, :, first:end], scale, mask)
+        end = min(begin + chunk, length)
+        first, last = max(0, before + begin - window + 1) if window else 0, before + end
+        mask = _visible(before + begin, last, first, window, q.device)
+        part = _sdpa(q[:, :, begin:end], k[:, :, first:last], v[:, :, first:last], scale, mask)
         out[:, begin:end].copy_(part.transpose(1, 2))
 
 
@@ -279,16 +301,17 @@ def _by_hand(
     """Soft caps and sinks, for which there is no fused kernel: logits of one chunk of queries at a time, softmax in float32."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    before = k.shape[2] - q.shape[2]
     for begin in range(0, q.shape[2], _QUERY_CHUNK):
         end = min(begin + _QUERY_CHUNK, q.shape[2])
-        first = max(0, begin - window + 1) if window else 0
-        logits = (q[:, :, begin:end] @ k[:, :, first:end].transpose(2, 3)) * scale
+        first, last = max(0, before + begin - window + 1) if window else 0, before + end
+        logits = (q[:, :, begin:end] @ k[:, :, first:last].transpose(2, 3)) * scale
         if softcap:
             logits = torch.tanh(logits / softcap) * softcap
-        logits = logits.float().masked_fill(~_visible(begin, end, first, window, q.device), float("-inf"))
+        logits = logits.float().masked_fill(~_visible(before + begin, last, first, window, q.device), float("-inf"))
         if sinks is None:
             weights = torch.softmax(logits, -1)
         else:
             sink = sinks.float().reshape(1, -1, 1, 1).expand(1, q.shape[1], end - begin, 1)
             weights = torch.softmax(torch.cat([logits, sink], -1), -1)[..., :-1]
-        out[:, begin:end].copy_((weights.to(v.dtype) @ v[:, :, first:end]).transpose(1, 2))
+        out[:, begin:end].copy_((weights.to(v.dtype) @ v[:, :, first:last]).transpose(1, 2))

@@ -128,9 +128,9 @@ class TransformersEngine:
             logger.warning("prompts can only be token ids: %s", exc)
             return None
 
-    def extract(self, jobs: Iterable[ExtractJob]) -> Iterator[int]:
+    def extract(self, jobs: Iterable[ExtractJob], *, share_prefixes: bool = False) -> Iterator[int]:
         """Run prompts as `jobs` are pulled; yields the index of each job whose rows have all been handed over (or failed)."""
-        return self._extractor.run(jobs)
+        return self._extractor.run(jobs, share_prefixes=share_prefixes)
 
     def routes(self, depth: int | None = None) -> Routes:
         """Say how prompts of this model may share a forward, with its first `depth` blocks (all of them if None)."""

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from layertap.assembly import Rows
+from layertap.capture.spans import Spans, within
 from layertap.engines.base import ExtractJob
 from layertap.engines.fp8 import storage
 from layertap.engines.transformers.budget import ARENAS, RESERVE, Plan, arena_bytes, make_plan, measure
@@ -29,6 +31,7 @@ from layertap.engines.transformers.passes import Passes
 from layertap.engines.transformers.selftest import Routes, choose_routes
 from layertap.engines.transformers.spot_check import SpotCheck
 from layertap.engines.transformers.tap import Arena, Arenas
+from layertap.engines.transformers.trees import Tree, overlap
 from layertap.engines.transformers.weights import Weights
 from layertap.errors import LayertapError, PromptError, UnsupportedModelError
 from layertap.writing.checks import FinalCheck
@@ -54,6 +57,8 @@ class _Flight:
 
     jobs: Sequence[ExtractJob]
     wanted: Sequence[range]
+    places: Sequence[Spans]
+    """Rows of the arena that hold the wanted ones of each job, in order."""
     arena: Arena
     step: int
 
@@ -166,15 +171,19 @@ class Extractor:
             plan.tokens,
         )
 
-    def run(self, jobs: Iterable[ExtractJob]) -> Iterator[int]:
-        """Run jobs; yields the index of each whose rows have been handed over, or that has failed."""
-        packer: Packer[ExtractJob] = Packer("alone", self.budget_tokens)
+    def run(self, jobs: Iterable[ExtractJob], *, share_prefixes: bool = False) -> Iterator[int]:
+        """Run jobs; yields the index of each whose rows have been handed over, or that has failed.
+
+        With `share_prefixes`, what jobs that follow one another have in common at their beginning is run once, where the model
+        allows it.
+        """
+        packer: Packer[ExtractJob] = Packer("alone", self.budget_tokens, overlap=_overlap)
         flights: deque[_Flight] = deque()
         if self._is_cuda:
             _QUICK.enter()
         try:
             for job in jobs:
-                if not self._admit(packer, job):
+                if not self._admit(packer, job, share_prefixes):
                     yield job.index
                 while packer.full:
                     yield from self._advance(packer, flights)
@@ -187,7 +196,7 @@ class Extractor:
                 _QUICK.leave()
             self._abandon(packer, flights)
 
-    def _admit(self, packer: Packer[ExtractJob], job: ExtractJob) -> bool:
+    def _admit(self, packer: Packer[ExtractJob], job: ExtractJob, share_prefixes: bool) -> bool:
         """Queue a job, or fail it and return False."""
         spec = job.capture.spec
         try:
@@ -197,7 +206,8 @@ class Extractor:
             job.capture.fail(exc)
             return False
         limit = self._arena_bytes // spec.row_bytes
-        packer.way, packer.max_together = routes.way, routes.max_together
+        packer.way = "shared" if share_prefixes and routes.shared else routes.way
+        packer.max_together = routes.max_together
         packer.budget = min(self.budget_tokens, max(limit, _LEAST_BUDGET_TOKENS))
         packer.push(Item(job, len(job.token_ids), (spec.layers, spec.dtype)))
         return True
@@ -256,7 +266,15 @@ class Extractor:
     def _launch(self, way: Way, jobs: list[ExtractJob]) -> _Flight:
         spec = jobs[0].capture.spec
         wanted = [_wanted(job) for job in jobs]
-        num_rows = sum(len(positions) for positions in wanted)
+        if way == "shared":
+            tree = Tree.of([job.token_ids for job in jobs])
+            places = [within(rows, part.start, part.stop) for rows, part in zip(tree.rows, wanted, strict=True)]
+            in_arena: Sequence[range] = tree.own
+        else:
+            begins = [*accumulate(map(len, wanted), initial=0)]
+            places = [((begin, end),) if begin < end else () for begin, end in pairwise(begins)]
+            in_arena = wanted
+        num_rows = sum(map(len, in_arena))
         dtype, width = storage(spec.dtype, self._hidden_size)
         arena = self._arenas.acquire(num_rows, len(spec.layers), width, dtype)
         try:
@@ -264,9 +282,9 @@ class Extractor:
                 assert self._passes is not None
                 self._compile_when_worth_it(way, sum(len(job.token_ids) for job in jobs))
                 self._passes.run(way, [job.token_ids for job in jobs], wanted, spec.layers, arena.rows)
-                arena.fetch(self._stream, _token_ids(jobs, wanted))
+                arena.fetch(self._stream, _token_ids(jobs, in_arena))
                 self._step += 1
-                return _Flight(jobs, wanted, arena, self._step)
+                return _Flight(jobs, wanted, places, arena, self._step)
         except BaseException:
             arena.give_back()
             raise
@@ -274,7 +292,12 @@ class Extractor:
     def _compile_when_worth_it(self, way: Way, num_tokens: int) -> None:
         """Compiling pays on CUDA only when many tokens follow, which those that went before are the best sign of."""
         self._tokens_run += num_tokens
-        if self._is_cuda and not self._compiled and way == "packed" and self._tokens_run > _COMPILE_AFTER_TOKENS:
+        if (
+            self._is_cuda
+            and not self._compiled
+            and way in ("packed", "shared")
+            and self._tokens_run > _COMPILE_AFTER_TOKENS
+        ):
             assert self._passes is not None
             self._passes.compile_packed()
             self._compiled = True
@@ -289,22 +312,22 @@ class Extractor:
     def _hand_over(self, flight: _Flight) -> None:
         flight.arena.wait()
         looked = flight.arena.digests()
-        begin = 0
-        for job, positions in zip(flight.jobs, flight.wanted, strict=True):
-            end = begin + len(positions)
+        for job, positions, places in zip(flight.jobs, flight.wanted, flight.places, strict=True):
             check = None
             if positions and self.spot_check.due():
-                trouble = self._spot_checked(job, positions, flight.arena.host_rows(begin, end))
+                rows = torch.cat([flight.arena.host_rows(begin, end) for begin, end in places])
+                trouble = self._spot_checked(job, positions, rows)
                 if trouble is not None:
                     check = _refusal(positions, trouble)
-            if positions:
+            start = positions.start
+            for begin, end in places:
                 data, release = flight.arena.share(begin, end)
-                ids = np.asarray(job.token_ids[positions.start : positions.stop], np.int64)
+                ids = np.asarray(job.token_ids[start : start + end - begin], np.int64)
                 slots = slice(0, len(job.capture.spec.layers))
                 job.capture.add(
                     Rows(
                         step=flight.step,
-                        start=positions.start,
+                        start=start,
                         input_ids=ids,
                         slots=slots,
                         data=data,
@@ -313,8 +336,8 @@ class Extractor:
                         all_finite=looked is not None and bool(looked[1][begin:end].all()),
                     )
                 )
+                start += end - begin
             job.capture.finish(job.token_ids, "prefill", check=check)
-            begin = end
 
     def _spot_checked(self, job: ExtractJob, positions: range, rows: Tensor) -> str | None:
         layers = job.capture.spec.layers
@@ -347,6 +370,10 @@ class Extractor:
 def _refusal(positions: range, trouble: str) -> FinalCheck:
     """What keeps rows that were found wrong from being published."""
     return FinalCheck(positions[:1], lambda _rows: trouble)
+
+
+def _overlap(one: ExtractJob, other: ExtractJob) -> int:
+    return overlap(one.token_ids, other.token_ids)
 
 
 def _wanted(job: ExtractJob) -> range:

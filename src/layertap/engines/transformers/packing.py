@@ -2,23 +2,26 @@
 
 A `Packer` holds a bounded look-ahead. Each batch starts with the sequence that has waited longest, so nothing starves and
 results come roughly in order; the room that is left is filled from the look-ahead. Packed batches cost the sum of their
-lengths, padded ones their longest length times their number, so those are filled with the sequences nearest in length.
+lengths, padded ones their longest length times their number, so those are filled with the sequences nearest in length. Shared
+batches are packed ones in which a sequence costs only what the one before it doesn't have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 __all__ = ["Batch", "Item", "Packer", "Way"]
 
 T = TypeVar("T")
-Way = Literal["packed", "padded", "alone"]
+Way = Literal["packed", "shared", "padded", "alone"]
 
 _LOOK_AHEAD_ITEMS = 512
 _LOOK_AHEAD_BUDGETS = 4
 _MOST_PADDING = 0.25
+_MOST_SEEN = 8
+"""Budgets of keys in a shared batch: what it has in common is copied for each sequence, one block at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +59,20 @@ class Packer(Generic[T]):
         way: how sequences may share a forward.
         budget: most tokens of a shared forward, padding included. A longer sequence goes alone.
         max_together: longest sequence that may share a forward, None for any.
+        overlap: how many tokens of a sequence needn't be run behind another one; for shared batches.
     """
 
-    def __init__(self, way: Way, budget: int, max_together: int | None = None) -> None:
+    def __init__(
+        self,
+        way: Way,
+        budget: int,
+        max_together: int | None = None,
+        overlap: Callable[[T, T], int] = lambda _one, _other: 0,
+    ) -> None:
         self.way = way
         self.budget = budget
         self.max_together = max_together
+        self._overlap = overlap
         self._waiting: list[Item[T]] = []
         self._tokens = 0
 
@@ -83,7 +94,7 @@ class Packer(Generic[T]):
         first = self._waiting[0]
         if self.way == "alone" or self._goes_alone(first):
             chosen = [0]
-        elif self.way == "packed":
+        elif self.way in ("packed", "shared"):
             chosen = self._fill_packed(first)
         else:
             chosen = self._fill_padded(first)
@@ -92,7 +103,8 @@ class Packer(Generic[T]):
         self._waiting = [item for i, item in enumerate(self._waiting) if i not in taken]
         self._tokens -= sum(item.length for item in items)
         # A lone sequence of a packable model goes the packed way too, unless the self-test vouches for shorter ones only.
-        way: Way = "packed" if self.way == "packed" and not self._too_long_for_company(first) else "alone"
+        packs = self.way in ("packed", "shared")
+        way: Way = "packed" if packs and not self._too_long_for_company(first) else "alone"
         way = self.way if len(items) > 1 else way
         return Batch(items, way)
 
@@ -108,11 +120,16 @@ class Packer(Generic[T]):
                 yield i
 
     def _fill_packed(self, first: Item[T]) -> list[int]:
-        chosen, left = [0], self.budget - first.length
+        chosen, left, seen = [0], self.budget - first.length, first.length
         for i in self._partners(first):
-            if self._waiting[i].length <= left:
+            item = self._waiting[i]
+            cost = item.length
+            if self.way == "shared" and left:
+                cost -= self._overlap(self._waiting[chosen[-1]].value, item.value)
+            if cost <= left and seen + item.length <= _MOST_SEEN * self.budget:
                 chosen.append(i)
-                left -= self._waiting[i].length
+                left -= cost
+                seen += item.length
         return chosen
 
     def _fill_padded(self, first: Item[T]) -> list[int]:

@@ -1,4 +1,5 @@
-"""One forward over some sequences, by the way they may share it: packed end to end, right-padded, or alone.
+"""One forward over some sequences, by the way they may share it: packed end to end (also with what they have in common at their
+beginnings once), right-padded, or alone.
 
 `Passes` holds the private views of a model that extraction runs (packed attention; the model's own) and the tap between them and a
 tensor [rows, layers, hidden]. Extraction and the self-test that decides about ways run exactly the same code.
@@ -10,15 +11,18 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from layertap.capture.spans import Spans
 from layertap.engines.base import TokenIds
 from layertap.engines.transformers.attention import IMPLEMENTATION, Pack, configurations, packed, private_view, register
 from layertap.engines.transformers.packing import Way
 from layertap.engines.transformers.tap import Piece, Tap, run_to_exit
+from layertap.engines.transformers.trees import Tree
 
 if TYPE_CHECKING:
     from layertap.engines.transformers.weights import Layout
@@ -75,16 +79,21 @@ class Passes:
         """Run sequences in one forward and put the wanted rows of each, one after the other, into `rows`.
 
         Args:
-            way: how they share the forward; "alone" is for one sequence.
+            way: how they share the forward; "alone" is for one sequence. With "shared", `rows` takes those of `Tree.of(sequences)`,
+                whatever is wanted.
             sequences: token ids.
             wanted: the positions of each whose rows are wanted.
             layers: layer ids; slot i of `rows` takes layers[i].
             rows: [rows, layers, hidden] on the model's device.
         """
-        view = self._packed if way == "packed" else self._plain
+        view = self._packed if way in ("packed", "shared") else self._plain
         view.restore_rotary()
         if way == "packed":
-            self._run_packed(view, sequences, wanted, layers, rows)
+            self._run_packed(view, sequences, [range(len(one)) for one in sequences], wanted, layers, rows)
+            return
+        if way == "shared":
+            tree = Tree.of(sequences)
+            self._run_packed(view, sequences, tree.own, tree.own, layers, rows, tree.rows)
             return
         longest = max(len(sequence) for sequence in sequences)
         ids = torch.full((len(sequences), longest), self._pad, dtype=torch.int64)
@@ -117,20 +126,28 @@ class Passes:
         self,
         view: _View,
         sequences: Sequence[TokenIds],
+        own: Sequence[range],
         wanted: Sequence[range],
         layers: Sequence[int],
         rows: Tensor,
+        seen: Sequence[Spans] | None = None,
     ) -> None:
+        """Run the positions `own` of each; where these aren't all of them, `seen` are the rows of the pack that each one sees."""
         if self.device.type == "cpu":
-            company = _company(sequences)
-            sequences, wanted = [*sequences, *company], [*wanted, *(range(0) for _ in company)]
-        lengths = [len(sequence) for sequence in sequences]
-        ids = torch.cat([torch.as_tensor(sequence, dtype=torch.int64) for sequence in sequences])[None]
-        positions = torch.cat([torch.arange(length) for length in lengths])[None]
-        pack = Pack.of(lengths, self.device)
+            company = _company(sum(map(len, own)), sequences[0])
+            if seen is not None:
+                begins = [*accumulate(map(len, company), initial=sum(map(len, own)))]
+                seen = [*seen, *(((begin, end),) for begin, end in pairwise(begins))]
+            sequences, own = [*sequences, *company], [*own, *(range(len(one)) for one in company)]
+            wanted = [*wanted, *(range(0) for _ in company)]
+        run = zip(sequences, own, strict=True)
+        ids = torch.cat([torch.as_tensor(one[part.start : part.stop], dtype=torch.int64) for one, part in run])[None]
+        positions = torch.cat([torch.arange(part.start, part.stop) for part in own])[None]
+        pack = Pack.of([len(part) for part in own], self.device, seen)
         inputs: dict[str, Any] = {"input_ids": self._to_device(ids), "position_ids": self._to_device(positions)}
+        places = [(0, begin - part.start) for begin, part in zip(pack.bounds, own, strict=False)]
         with packed(pack):
-            view.run(inputs | self._options, layers, rows, _pieces(wanted, [(0, begin) for begin in pack.bounds[:-1]]))
+            view.run(inputs | self._options, layers, rows, _pieces(wanted, places))
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         """Copy without waiting for what the device is busy with."""
@@ -180,13 +197,12 @@ class _View:
             run_to_exit(lambda: self.model(**inputs))
 
 
-def _company(sequences: Sequence[TokenIds]) -> list[TokenIds]:
+def _company(tokens: int, first: TokenIds) -> list[TokenIds]:
     """What fills a pack up to whole vectors, so that a row has the same bits whatever it is packed with.
 
     The CPU computes what is left over behind the last whole vector in another way, and very few rows with other kernels.
     """
-    missing = -sum(map(len, sequences)) % _CPU_ROWS
-    first = sequences[0]
+    missing = -tokens % _CPU_ROWS
     full, rest = divmod(missing, len(first))
     return [first] * full + ([first[:rest]] if rest else [])
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from layertap.engines.transformers.attention import configurations
 from layertap.engines.transformers.packing import Way
 from layertap.engines.transformers.passes import Passes, length_limit
+from layertap.engines.transformers.trees import Tree
 from layertap.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Routes:
 
     Attributes:
         packed: end to end in one row.
+        shared: packed, with what they have in common at their beginnings once.
         padded: side by side, padded on the right.
         reason: what the self-test found.
         max_together: longest sequence that may share a forward, or None for any; longer ones go alone.
@@ -52,6 +54,7 @@ class Routes:
 
     packed: bool
     padded: bool
+    shared: bool = False
     reason: str
     max_together: int | None = None
     attention: str | None = None
@@ -148,13 +151,21 @@ def _choose(model: nn.Module, layout: Layout, depth: int) -> Routes:
     packed = _compare(passes, "packed", sequences, layers, truth, bound)
     if packed.good and windows and not _windows_bite(model, layout, attention, sequences, layers, truth):
         limit = min(windows) if limit is None else min(limit, *windows)
+    shared = packed.good and limit is None and _shares(passes, sequences, layers, bound)
     padded = _compare(passes, "padded", sequences, layers, truth, bound)
     reason = f"packed {packed.text}, padded {padded.text}"
     if attention is not None:
         reason += f"; {attention} attention where not packed, since the model's own gives other rows"
     if limit is not None:
         reason += f"; sequences over {limit} tokens go alone"
-    return Routes(packed=packed.good, padded=padded.good, reason=reason, max_together=limit, attention=attention)
+    return Routes(
+        packed=packed.good,
+        padded=padded.good,
+        shared=shared,
+        reason=reason,
+        max_together=limit,
+        attention=attention,
+    )
 
 
 def _compare_with_itself(
@@ -246,6 +257,22 @@ def _compare(
     if difference <= bound:
         return _Verdict(True, f"yes ({difference:.0e})")
     return _Verdict(False, f"no (rows differ by {difference:.1e})")
+
+
+def _shares(passes: Passes, sequences: Sequence[Sequence[int]], layers: Sequence[int], bound: float) -> bool:
+    """Whether sequences of a common trunk, with branches of branches, give the rows that they give alone."""
+    short, trunk, shorter, branch = sequences
+    family = [[*trunk, *short], [*trunk, *branch], [*trunk, *branch[:4], *shorter]]
+    truth = _alone(passes, family, layers)
+    tree = Tree.of(family)
+    rows = torch.zeros(tree.num_rows, *truth[0].shape[1:], dtype=truth[0].dtype, device=passes.device)
+    try:
+        passes.run("shared", family, tree.own, layers, rows)
+    except Exception as exc:  # noqa: BLE001 - as in `_compare`
+        logger.info("common beginnings are computed for each sequence: %s: %s", type(exc).__name__, exc)
+        return False
+    found = [torch.cat([rows[begin:end] for begin, end in spans]) for spans in tree.rows]
+    return _difference(truth, found) <= bound
 
 
 def _difference(truth: Sequence[Tensor], rows: Sequence[Tensor]) -> float:

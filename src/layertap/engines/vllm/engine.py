@@ -129,9 +129,17 @@ class VllmFrontend:
         return [_output(plan, prompt, out) for plan, prompt, out in zip(planned, prompts, found, strict=True)]
 
     def extract(
-        self, prompts: Iterable[Any], *, options: RequestOptions, storage: Path | None, lora_request: Any = None
+        self,
+        prompts: Iterable[Any],
+        *,
+        options: RequestOptions,
+        storage: Path | None,
+        share_prefixes: bool = False,
+        lora_request: Any = None,
     ) -> Iterator[Extracted]:
         """Prefill prompts; yield results as they finish, then raise ExtractionError if some failed.
+
+        `share_prefixes` is left to vLLM's own prefix cache, which captures read with `prefix_rows_bytes`.
 
         Raises:
             OptionError: a layer that this engine doesn't take.
