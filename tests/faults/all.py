@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,12 +77,10 @@ class Runner:
         tried = sum(numbers[1] for numbers in found if len(numbers) > 1)
         return [_suite_row("power losses (states of a folder)", done, tried or None)]
 
-    def suites(self) -> list[Row]:
-        rows = []
+    def suites(self) -> Iterator[Row]:
         for name in SUITES:
             done = self.run("-m", "pytest", "-q", f"tests/faults/test_{name}.py")
-            rows.append(_suite_row(name.replace("_", " "), done))
-        return rows
+            yield _suite_row(name.replace("_", " "), done)
 
     def files(self) -> list[Row]:
         count = 100_000 if self.long else 2_000
@@ -101,7 +99,7 @@ class Runner:
         return [Row("hostile files (atheris)", tried, tried if good else None, good=good, note=f"{seconds} s")]
 
 
-PARTS: dict[str, Callable[[Runner], list[Row]]] = {
+PARTS: dict[str, Callable[[Runner], Iterable[Row]]] = {
     "kills": Runner.kills,
     "vllm": Runner.vllm,
     "power": Runner.power,
