@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layertap.datasets.index import load_entries, part_paths, spans_of
+from layertap.datasets.inspection import view_sample
 from layertap.datasets.lookup import load_lookup, write_cache
 from layertap.datasets.prefixes import LEAST, StoredRows
 from layertap.datasets.reader import open_dataset
@@ -101,6 +102,11 @@ def test_groups_with_a_common_system_prompt_are_stored_once(folder):
     assert sum(shared) == sum(map(len, GROUPS)) - len(unique)
     # the second group has the system prompt of the first sample, and only that
     assert entries[5].before == ((0, len(SYSTEM)),)
+    assert (
+        view_sample(folder, 5)
+        .facts["file"]
+        .endswith(f"rows 0 to 30, then {entries[5].row} to {entries[5].spans[-1][1] - 1}")
+    )
     # one that is the beginning of another one has no rows of its own, and is a view
     assert (entries[4].own_tokens, len(entries[4].spans)) == (0, 1 + (GROUPS[1].tolist() != GROUPS[4].tolist()))
 

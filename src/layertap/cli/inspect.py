@@ -65,7 +65,7 @@ def _show_dataset(folder: Path) -> bool:
         "input": ds.manifest.input_name,
         "model": rows.model + (f" at {rows.revision}" if rows.revision else ""),
         "layers": f"{', '.join(map(str, rows.layers))} of 0 to {rows.num_layers}, hidden size {rows.hidden_size}",
-        "dtype": f"{rows.save_dtype}, computed in {rows.compute_dtype}",
+        "dtype": f"{rows.save_dtype}, computed in {rows.compute_dtype}{', compressed' * bool(rows.options.get('compress'))}",
         "engine": f"{rows.engine} {rows.engine_version}",
         **{key: str(value) for key, value in ds.manifest.made_by.items()},
     }

@@ -88,7 +88,7 @@ def view_sample(folder: Path, position: int) -> SampleView:
     entry = ds.entry(position)
     facts = {
         "input index": str(entry.index),
-        "file": f"{entry.file} rows {entry.row} to {entry.row + entry.tokens - 1}",
+        "file": f"{entry.file} rows {', then '.join(f'{start} to {end - 1}' for start, end in entry.spans)}",
         "rows": str(entry.tokens),
         "prompt": f"{entry.prompt_tokens} tokens" if entry.prompt_tokens >= 0 else "unknown",
         "finish_reason": str(entry.finish_reason),
