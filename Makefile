@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One thread each: more of them than cores slow one another down.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
 # By path, so that nothing else is imported: vLLM looks into every module of its process, and some don't bear that.
-VLLM_TESTS = tests/engines/vllm tests/conformance/test_vllm_zoo.py tests/serving/test_vllm_server.py
+VLLM_TESTS = tests/engines/vllm tests/conformance/test_vllm_zoo.py $(wildcard tests/serving/test_vllm_*.py)
 
 .PHONY: demo test check clean
 

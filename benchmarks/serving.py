@@ -7,7 +7,11 @@ the p99 of the hand-over: from the answer in the client to verified rows in the 
 
 A last round has readers that take ten times as long as the server needs: nothing may grow but the number of files.
 
-Run as: python benchmarks/serving.py [--seconds 10] [--clients 1,8,64,256]
+With --slow-readers only this: 64 readers that together take less than the engine makes (each 160 KiB/s of files of 0.3 MiB, by
+HTTP, none deleted), a store of 64 MiB and at most 1 MiB of rows in memory. Every half second it looks at what the server holds:
+rows in memory, bytes in the store, its own memory. What doesn't fit is a 507 before anything is generated, and is asked again.
+
+Run as: python benchmarks/serving.py [--seconds 10] [--clients 1,8,64,256] [--slow-readers]
 """
 
 import argparse
@@ -21,7 +25,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from layertap.client import AsyncHiddenStatesClient
+import httpx
+
+from layertap.client import AsyncHiddenStatesClient, ServerError
 from layertap.testing import zoo
 
 PROMPT = list(range(8, 72))
@@ -33,12 +39,12 @@ BODY = {
 }
 
 
-def start(checkpoint, storage):
+def start(checkpoint, storage, *more):
     """A server; returns its process and address."""
     command = [
         sys.executable, "-c", "from layertap.cli import main; main()", "serve", str(checkpoint), "--port", "0", "--layers",
         "1,2,4", "--storage", str(storage), "--ttl-seconds", "30", "--min-free-bytes", "0", "--allow-delete",
-        "--max-num-seqs", "64",
+        "--max-num-seqs", "64", *more,
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
@@ -106,12 +112,96 @@ async def measure(url, pid, num_clients, seconds, local, pause=0.0):
     }
 
 
+SLOW_STORE_BYTES, SLOW_ROWS_BYTES, SLOW_READERS = 64 << 20, 1 << 20, 64
+SLOW_BODY = {
+    "prompt": list(range(8, 208)),
+    "max_tokens": 40,
+    "ignore_eos": True,
+    "kv_transfer_params": {"include_output_tokens": True, "layers": "all"},
+}
+
+
+async def slow_reader(client, http, until, counts):
+    while time.monotonic() < until:
+        try:
+            answer = await client.complete(**SLOW_BODY)
+        except ServerError as exc:
+            if exc.status != 507:
+                raise
+            counts["refused_507"] += 1
+            await asyncio.sleep(0.2)
+            continue
+        counts["answered"] += 1
+        size = 0
+        async with http.stream("GET", f"/v1/hidden_states/{answer['id']}", params={"wait": 30}) as file:
+            counts["gone"] += file.status_code != 200
+            async for chunk in file.aiter_raw(16 << 10):
+                size += len(chunk)
+                await asyncio.sleep(0.1)
+        counts["read"] += 1
+        counts["read_bytes"] += size
+
+
+async def sample(http, pid, until, found):
+    names = ("bytes_in_flight", "store_used_bytes", "store_reserved_bytes", "backpressure_seconds_total")
+    while time.monotonic() < until:
+        text = (await http.get("/metrics")).text
+        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line and line[0] != "#")
+        found.append([float(values[f"layertap_{name}"]) for name in names] + [resident_mib(pid)])
+        await asyncio.sleep(0.5)
+
+
+async def measure_slow(url, pid, seconds):
+    counts = dict.fromkeys(("answered", "refused_507", "read", "read_bytes", "gone"), 0)
+    found = []
+    limits = httpx.Limits(max_connections=None)
+    async with (
+        AsyncHiddenStatesClient(url, local=False) as client,
+        httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http,
+    ):
+        began = time.monotonic()
+        until = began + seconds
+        readers = [slow_reader(client, http, until, counts) for _ in range(SLOW_READERS)]
+        await asyncio.gather(sample(http, pid, until, found), *readers)
+        took = time.monotonic() - began
+    third = max(1, len(found) // 3)
+    return {
+        **counts,
+        "seconds": round(took, 1),
+        "rows_in_memory_most": max(int(row[0]) for row in found),
+        "rows_in_memory_limit": SLOW_ROWS_BYTES,
+        "store_most": max(int(row[1]) for row in found),
+        "store_most_with_reserved": max(int(row[1] + row[2]) for row in found),
+        "store_limit": SLOW_STORE_BYTES,
+        "engine_waited_for_writers_seconds": round(found[-1][3], 2),
+        "server_mib": [
+            round(max(row[4] for row in part)) for part in (found[:third], found[third:-third], found[-third:])
+        ],
+    }
+
+
+def slow_readers(seconds):
+    """Readers slower than the engine."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        limits = ["--max-storage-bytes", str(SLOW_STORE_BYTES), "--max-bytes-in-flight", str(SLOW_ROWS_BYTES)]
+        process, url = start(zoo.save("llama", Path(folder)), Path(folder) / "store", *limits)
+        try:
+            print(json.dumps({"benchmark": "slow readers", **asyncio.run(measure_slow(url, process.pid, seconds))}))
+        finally:
+            process.terminate()
+            process.wait(120)
+
+
 def main():
     """Run all rounds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--clients", default="1,8,64,256")
+    parser.add_argument("--slow-readers", action="store_true", help="only readers slower than the engine")
     options = parser.parse_args()
+    if options.slow_readers:
+        slow_readers(options.seconds)
+        return
     counts = [int(count) for count in options.clients.split(",")]
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
         process, url = start(zoo.save("llama", Path(folder)), Path(folder) / "store")

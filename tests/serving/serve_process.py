@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def serving(*arguments):
-    """A `layertap serve` that answers; yields its address, process and log."""
+def serving(*arguments, command="serve"):
+    """A `layertap serve` (or `serve-files`) that answers; yields its address, process and log."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", "from layertap.cli import main; main()", "serve", *arguments, "--port", "0"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    words = [sys.executable, "-c", "from layertap.cli import main; main()", command, *arguments, "--port", "0"]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment)
     log, ready = [], threading.Event()
 
     def read():

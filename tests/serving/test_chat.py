@@ -103,6 +103,8 @@ def test_what_cant_be_honoured_is_a_400_that_names_it(client, body, param):
         ask(client, **body)
     if param is not None:
         assert caught.value.param == param
+    if param in ("response_format", "tool_choice"):
+        assert "--engine vllm" in str(caught.value)
 
 
 def test_tools_are_shown_to_the_model_by_its_template(llm):

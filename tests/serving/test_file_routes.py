@@ -18,6 +18,7 @@ from layertap.capture.options import StoreOptions
 from layertap.files import locks
 from layertap.files.read import read_file
 from layertap.serving import handoff
+from layertap.serving.book import Entry
 from layertap.serving.files_app import gated_files_app
 from layertap.serving.handoff import FileDesk
 from layertap.serving.identity import Caller
@@ -249,21 +250,10 @@ def test_a_replaced_file_isnt_handed_out_under_the_old_id(make_llm, tmp_path):
     path = hand.publish()
 
     class Known:
-        def where(self, name):
-            return path
-
-        def failure(self, name):
-            return None
-
-        def shipped(self, name):
-            return None
-
-        def ended(self, name):
-            return None
+        def get(self, name):
+            return Entry(name=name, file=str(path), layers=(1, 2), admitted=0.0)
 
         def note_fetched(self, name): ...
-
-        def note_deleted(self, num_bytes): ...
 
     desk = FileDesk(StoreOptions(shared_storage_path=str(tmp_path)), Known())
     assert desk.look("first", Caller()).state == "ready"

@@ -38,6 +38,12 @@ def documented(checkpoint, tmp_path_factory):
         "--kv_transfer_config",
         json.dumps(config),
         "--no-enable-chunked-prefill",
+        "--host",
+        "127.0.0.1",
+        "--max_model_len",
+        "250",
+        "--dtype",
+        "float32",
     ) as (url, process, log):
         yield url, folder, log
 
@@ -78,10 +84,11 @@ def test_sigterm_finishes_what_runs_and_publishes_it(checkpoint, tmp_path):
     }
     with serving(
         str(checkpoint), "--kv-transfer-config", json.dumps(config), "--speculative-config", '{"method": "extract_hidden_states"}',
-        "--layers", "1,3", "--served-model-name", "tiny", "--max-model-len", "200", "--dtype", "float32",
+        "--layers", "1,3", "--served-model-name", "tiny", "alias", "--max-model-len", "200", "--dtype", "float32",
+        "--api_key", "first", "second",
     ) as (url, process, log):  # fmt: skip
         body = {
-            "model": "tiny",
+            "model": "alias",
             "prompt": "a long answer",
             "max_tokens": 180,
             "ignore_eos": True,
@@ -89,7 +96,8 @@ def test_sigterm_finishes_what_runs_and_publishes_it(checkpoint, tmp_path):
             "kv_transfer_params": {"include_output_tokens": True},
         }
         last = None
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
+        key = {"authorization": "Bearer second"}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=key, timeout=120) as answer:
             for number, line in enumerate(answer.iter_lines()):
                 if number == 4:
                     process.send_signal(signal.SIGTERM)

@@ -2,17 +2,15 @@
 
 import secrets
 
-import boto3
-import fsspec
 import httpx
 import pytest
-from moto.server import ThreadedMotoServer
+import s3
 
 from layertap.client import HiddenStatesClient
-from layertap.errors import HiddenStatesError, OptionError, WaitTimeoutError
+from layertap.errors import HiddenStatesError, MissingError, OptionError, WaitTimeoutError
 from layertap.serving.server import run_background
 from layertap.serving.settings import ServerSettings
-from layertap.serving.shipping import open_store
+from layertap.writing.shipping import open_store
 
 BODY = {
     "prompt": "to the bucket",
@@ -24,23 +22,8 @@ BODY = {
 
 @pytest.fixture(scope="module")
 def bucket():
-    """A bucket of an S3 server in this process, and fsspec told where it is."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    url = f"http://{host}:{port}"
-    patch = pytest.MonkeyPatch()
-    patch.setenv("AWS_ACCESS_KEY_ID", "test")
-    patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    before = dict(fsspec.config.conf)
-    fsspec.config.conf["s3"] = {"endpoint_url": url}
-    boto3.client("s3", endpoint_url=url).create_bucket(Bucket="states")
-    yield "s3://states/run-1"
-    fsspec.config.conf.clear()
-    fsspec.config.conf.update(before)
-    patch.undo()
-    server.stop()
+    with s3.bucket() as url:
+        yield url
 
 
 def test_files_go_to_s3_and_come_back_checked(make_llm, tmp_path_factory, bucket, check_rows):
@@ -54,14 +37,40 @@ def test_files_go_to_s3_and_come_back_checked(make_llm, tmp_path_factory, bucket
                 assert handle["hidden_states_url"] == f"{bucket}/{handle['hidden_states_id']}.safetensors"
                 assert handle["hidden_states_path"] == handle["hidden_states_url"]
                 check_rows(client.fetch(choice), (choice["prompt_token_ids"] + choice["token_ids"])[:-1])
-        server.state.close()
+        server.state.front.recorder.close()
         assert not [path for path in folder.iterdir() if path.suffix == ".safetensors"]
-        answer = httpx.get(f"{server.url}/v1/hidden_states/{answer['id']}")
-        assert (answer.status_code, answer.headers["location"]) == (
-            303,
-            handle["hidden_states_url"].replace("-0-1", ""),
-        )
+        name = answer["id"]
+        there = httpx.get(f"{server.url}/v1/hidden_states/{name}")
+        assert (there.status_code, there.headers["location"]) == (303, f"{bucket}/{name}.safetensors")
+        with HiddenStatesClient(server.url) as client:
+            tokens = answer["choices"][0]["prompt_token_ids"] + answer["choices"][0]["token_ids"]
+            check_rows(client.fetch(name), tokens[:-1])
+            client.wait(name)
+            client.delete(name)
+            with pytest.raises(MissingError):
+                client.fetch(name)
         assert 'layertap_shipped_files_total{outcome="stored"} 2.0' in httpx.get(f"{server.url}/metrics").text
+
+
+def test_tags_and_paths_of_clients_lead_to_objects_of_their_own(make_llm, tmp_path_factory, bucket, tmp_path):
+    llm = make_llm(tmp_path_factory.mktemp("tagged"), handover=bucket, allow_custom_save_path=True)
+    tag = f"t-{secrets.token_hex(4)}"
+    with run_background(llm.front) as server, HiddenStatesClient(server.url) as client:
+        same = [
+            client.complete(
+                "x" * size,
+                max_tokens=1,
+                kv_transfer_params={"hidden_states_path": f"{tmp_path}/{size}/same.safetensors"},
+            )
+            for size in (3, 5)
+        ]
+        assert [len(client.fetch(answer["choices"][0])["token_ids"]) for answer in same] == [
+            answer["usage"]["prompt_tokens"] for answer in same
+        ]
+        client.complete("tagged", max_tokens=1, n=2, kv_transfer_params={"tag": tag})
+        handles = client.find(tag)
+        assert len({handle["hidden_states_url"] for handle in handles}) == 2
+        assert [client.fetch(handle)["token_ids"].numel() > 0 for handle in handles] == [True, True]
 
 
 def test_other_stores_publish_by_rename_and_carry_reasons(make_llm, tmp_path_factory, tmp_path):
@@ -76,7 +85,7 @@ def test_other_stores_publish_by_rename_and_carry_reasons(make_llm, tmp_path_fac
         (tmp_path / "out" / "lost.safetensors.error").write_text('{"reason": "no luck"}')
         with pytest.raises(HiddenStatesError, match="no luck"):
             client.fetch({"hidden_states_url": broken, "hidden_states_id": name})
-        server.state.close()
+        server.state.front.recorder.close()
     assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".error", ".safetensors"]
 
 
@@ -86,8 +95,7 @@ def test_a_store_that_refuses_leaves_the_file_and_says_so(make_llm, tmp_path_fac
     llm = make_llm(folder, handover=f"file://{tmp_path}/out")
     with run_background(llm.front) as server:
         answer = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=60).json()
-        server.state.front.recorder.pool.close()
-        server.state.close()
+        server.state.front.recorder.close()
         assert httpx.get(f"{server.url}/v1/hidden_states/{answer['id']}").status_code == 200
         assert 'layertap_shipped_files_total{outcome="failed"} 1.0' in httpx.get(f"{server.url}/metrics").text
 

@@ -2,12 +2,10 @@
 
 import asyncio
 import importlib.util
-import os
+import json
 import secrets
-import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import httpx
@@ -15,6 +13,7 @@ import mixed_load
 import openai
 import pytest
 from transformers import AutoModelForCausalLM
+from vllm_process import LAYERTAP, SMALL, vllm_serving
 
 from layertap import load_hidden_states
 from layertap.client import HiddenStatesClient
@@ -23,57 +22,35 @@ from layertap.serving.launch import ServeOptions
 from layertap.serving.settings import ServerSettings
 from layertap.serving.sse import EventSplitter
 from layertap.serving.vllm_command import vllm_command
+from layertap.serving.vllm_middleware import CONFIG_ENV
 from layertap.testing import oracle
 
-ROOT = Path(__file__).parents[1]
+EXAMPLE = Path(__file__).parents[2] / "examples" / "extract_hidden_states_online.py"
 LAYERS = (1, 2, 4)
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM isn't installed here")
 
 
+DRAFT = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS)}}
+SPECULATIVE = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": DRAFT}
+
+
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory):
-    """Address, storage and reference model of a running server, with two API keys."""
-    folder = tmp_path_factory.mktemp("vllm")
-    sys.path.insert(0, str(ROOT / "engines" / "vllm"))
+    """Address, storage and reference model of a running server: vLLM's documented flags, dashes or underscores, three API keys."""
     import checkpoints
-    import running
 
+    folder = tmp_path_factory.mktemp("vllm")
     checkpoint = checkpoints.save("llama", folder)
     store = folder / "store"
-    port = free_port()
-    command = [
-        sys.executable, "-c", "from layertap.cli import main; main()", "serve", str(checkpoint), "--engine", "vllm",
-        "--port", str(port), "--served_model_name", "tiny", "--max_model_len", "256", "--dtype", "float32", "--layers", "1,2,4",
-        "--storage", str(store), "--handover", "http", "--allow-delete", "--api-key", "alpha", "--api-key", "beta",
-        "--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--enforce-eager", "--max-storage-bytes", "20000000",
-    ]  # fmt: skip
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **running.ENVIRONMENT}
-    )
-    log, ready = [], threading.Event()
-
-    def read():
-        for line in process.stdout:
-            log.append(line)
-            if "Application startup complete" in line:
-                ready.set()
-        ready.set()
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    ready.wait(400)
-    assert process.poll() is None, "".join(log[-40:])
-    yield f"http://127.0.0.1:{port}", store, AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32").eval()
-    process.send_signal(signal.SIGTERM)
-    process.wait(120)
-    reader.join()
-
-
-def free_port():
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return one.getsockname()[1]
+    transfer = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer",
+                "kv_connector_extra_config": {"shared_storage_path": str(store)}}  # fmt: skip
+    with vllm_serving(
+        LAYERTAP, str(checkpoint), "--engine", "vllm", "--speculative_config", json.dumps(SPECULATIVE),
+        "--kv_transfer_config", json.dumps(transfer), "--host", "127.0.0.1", "--api_key", "alpha", "beta", "EMPTY",
+        "--served_model_name", "tiny", "alias", *SMALL, "--handover", "http", "--allow-delete",
+        "--max-storage-bytes", "20000000", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+    ) as (url, _):  # fmt: skip
+        yield url, store, AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32").eval()
 
 
 @pytest.fixture(scope="module")
@@ -237,6 +214,85 @@ def test_what_cant_fit_into_the_store_is_507_before_it_is_generated(vllm):
         assert fits.status_code == 200
 
 
+@needs_vllm
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_the_documented_online_example_and_curl(vllm, tmp_path):
+    url, store, _ = vllm
+    shown = subprocess.run(
+        [sys.executable, str(EXAMPLE), f"{url}/v1", "tiny"], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.count("hidden_states:") == 3
+    assert "3, 64]" in shown.stdout
+    key = ["-H", "authorization: Bearer EMPTY"]
+    body = json.dumps({"model": "alias", "prompt": [9, 10, 11], "max_tokens": 1})
+    command = ["curl", "-sf", f"{url}/v1/completions", *key, "-H", "content-type: application/json", "-d", body]
+    answer = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+    target = tmp_path / "states.safetensors"
+    link = url + answer["kv_transfer_params"]["hidden_states_url"]
+    subprocess.run(["curl", "-sf", *key, "-o", target, f"{link}?wait=30"], check=True, timeout=60)
+    check(vllm, {"hidden_states_path": str(target)}, [9, 10, 11])
+    partial = subprocess.run(["curl", "-sf", *key, "-r", "0-99", link], capture_output=True, check=True, timeout=60)
+    assert partial.stdout == target.read_bytes()[:100]
+
+
+@needs_vllm
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_every_route_but_health_wants_a_key_and_none_lets_a_client_choose_its_place(vllm, tmp_path):
+    url, store, _ = vllm
+    for method, path in (("GET", "/metrics"), ("POST", "/tokenize"), ("GET", "/version"), ("POST", "/v1/responses"),
+                         ("POST", "/invocations"), ("GET", "/docs"), ("GET", "/v1/models")):  # fmt: skip
+        assert httpx.request(method, url + path).status_code == 401, path
+    assert httpx.get(f"{url}/health").status_code == 200
+    target = tmp_path / "mine.safetensors"
+    secret = {"hidden_states_path": str(target), "layertap_id": "somebody", "layertap_front": "x"}
+    asked = {"model": "tiny", "max_tokens": 1, "kv_transfer_params": secret}
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    known = {path.name for path in store.iterdir()}
+    key = {"authorization": "Bearer alpha"}
+    for path, more in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", chat)):
+        assert httpx.post(url + path, json=asked | more, headers=key, timeout=60).status_code == 400
+    taken = []
+    for path, more in (
+        ("/invocations", {"prompt": "x"}),
+        ("/v1/messages", chat),
+        ("/v1/chat/completions/batch", {"messages": [chat["messages"]]}),
+        ("/inference/v1/generate", {"token_ids": [9, 10], "sampling_params": {"max_tokens": 1}}),
+    ):
+        taken.append(httpx.post(url + path, json=asked | more, headers=key, timeout=60).status_code == 200)
+        assert not target.exists(), path
+    assert any(taken)
+    assert not [path.name for path in store.iterdir() if path.name not in known and "somebody" in path.name]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
+
+
+@needs_vllm
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_structured_answers_and_tool_calls_have_their_rows(vllm, alpha):
+    ask = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 60,
+           "extra_body": {"return_token_ids": True, "kv_transfer_params": {"include_output_tokens": True}}}  # fmt: skip
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    answer = alpha.chat.completions.create(**ask, response_format=wanted)
+    assert set(json.loads(answer.choices[0].message.content)) == {"ok"}
+    check(vllm, answer.kv_transfer_params, (answer.prompt_token_ids + answer.choices[0].token_ids)[:-1])
+    tools = [{"type": "function", "function": {"name": "decide", "parameters": SCHEMA}}]
+    chosen = {"type": "function", "function": {"name": "decide"}}
+    answer = alpha.chat.completions.create(**ask, tools=tools, tool_choice=chosen)
+    (call,) = answer.choices[0].message.tool_calls
+    assert (call.function.name, set(json.loads(call.function.arguments))) == ("decide", {"ok"})
+    check(vllm, answer.kv_transfer_params, (answer.prompt_token_ids + answer.choices[0].token_ids)[:-1])
+
+
 def test_the_command_is_vllms_with_our_options_in_their_place():
     draft = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}
     options = ServeOptions(
@@ -256,11 +312,12 @@ def test_the_command_is_vllms_with_our_options_in_their_place():
     assert "--speculative-config" not in text
     assert "--served-model-name a b" in text
     assert text.endswith("--tensor-parallel-size 2")
-    (told,) = environment.values()
+    assert "allow_custom_save_path" not in text
+    told = environment[CONFIG_ENV]
     assert '"allow_custom_save_path"' not in told
     for change, words in (
         ({"engine_options": {"device": "cuda"}}, "device"),
-        ({"store": {"handover": "s3://b"}}, "object storage can't be had with --engine vllm"),
+        ({"store": {"handover": "nosuch://b"}}, "nosuch"),
         ({"weights_version": "1"}, "weights_version"),
     ):
         with pytest.raises(OptionError, match=words):

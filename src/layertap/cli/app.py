@@ -4,6 +4,7 @@ import importlib
 from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 from layertap import __version__
 
@@ -30,6 +31,34 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     },
 }
 
+SEVERAL_VALUES = ("--served-model-name", "--api-key")
+"""Options of `serve` that vLLM documents with several values behind one flag."""
+
+
+class ServeCommand(TyperCommand):
+    """`--api-key A B` means `--api-key A --api-key B`, as for vLLM, where the model stands first."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """See the class."""
+        return super().parse_args(ctx, _flag_before_each(args) if args and not args[0].startswith("-") else args)
+
+
+def _flag_before_each(args: list[str]) -> list[str]:
+    found: list[str] = []
+    flag = None
+    for word in args:
+        if word.startswith("-"):
+            name, has_value, _ = word.replace("_", "-").partition("=")
+            flag = name if name in SEVERAL_VALUES else None
+            fresh = not has_value
+        elif flag is not None and not fresh:
+            found.append(flag)
+        else:
+            fresh = False
+        found.append(word)
+    return found
+
+
 EPILOG = "Exit codes: 0 done; 1 failed; 2 wrong options; 3 done, but some prompts failed or something is damaged; 130 stopped."
 
 
@@ -55,5 +84,8 @@ def make_app() -> typer.Typer:
 
     for name, place in COMMANDS.items():
         module, _, function = place.partition(":")
-        app.command(name, context_settings=CONTEXTS.get(name))(getattr(importlib.import_module(module), function))
+        kind = ServeCommand if name == "serve" else TyperCommand
+        app.command(name, cls=kind, context_settings=CONTEXTS.get(name))(
+            getattr(importlib.import_module(module), function)
+        )
     return app

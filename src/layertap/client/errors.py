@@ -41,10 +41,6 @@ def raise_for_file(answer: httpx.Response, name: str) -> None:
     if answer.status_code == 410:
         reason = str(error_of(answer)).removeprefix("410: ")
         raise HiddenStatesError(f"{name}: {reason}", reason=reason, request_id=name)
-    if answer.status_code == 303:
-        raise HiddenStatesError(
-            f"{name}: it is in object storage, at {answer.headers.get('location')}", request_id=name
-        )
     raise_for(answer)
 
 

@@ -9,10 +9,11 @@ import httpx
 
 from layertap.client.errors import error_of, raise_for, raise_for_file, retry_after
 from layertap.client.landing import Landing
-from layertap.client.objects import load_object, object_state
+from layertap.client.objects import load_object
 from layertap.errors import HiddenStatesError, LayertapError, TornError, WaitTimeoutError
 from layertap.files.read import Loaded, read_file, read_open_file
 from layertap.files.values import to_tensors
+from layertap.writing.shipping import object_state
 
 if TYPE_CHECKING:
     import torch
@@ -139,12 +140,17 @@ class Protocol:
             ):
                 return cast(Loaded, (yield Call(lambda: read_file(path, timeout=timeout))))
         with Landing() as file:
-            yield from self._download(_name(handle), file, timeout)
+            moved_to = yield from self._download(_name(handle), file, timeout)
+            if moved_to is not None:
+                return cast(Loaded, (yield Call(lambda: load_object(moved_to))))
             check = Call(lambda: read_open_file(file.fileno(), _name(handle)), quick=file.is_small)
             return cast(Loaded, (yield check))
 
-    def _download(self, name: str, file: Landing, timeout: float) -> Steps[None]:
-        """Wait for the file and get it, going on where a connection broke as long as it is the same file."""
+    def _download(self, name: str, file: Landing, timeout: float) -> Steps[str | None]:
+        """Wait for the file and get it, going on where a connection broke as long as it is the same file.
+
+        Returns the URL of an object store where it is there.
+        """
         etag: str | None = None
         pause = _FIRST_PAUSE_SECONDS
         deadline = time.monotonic() + timeout
@@ -166,6 +172,8 @@ class Protocol:
                 if left <= 0:
                     raise WaitTimeoutError(f"{name}: still being written after {timeout:g} s", request_id=name)
                 continue
+            elif answer.status_code == 303:
+                return cast(str, answer.headers["location"])
             elif answer.status_code == 412 or (answer.status_code == 200 and start):
                 broken = HiddenStatesError(f"{name}: the file was replaced while it was read")
                 file.clear()
@@ -175,7 +183,7 @@ class Protocol:
                 etag = answer.headers.get("etag")
                 broken = getattr(answer, "layertap_broken", None)
                 if broken is None:
-                    return
+                    return None
             attempt += 1
             if attempt > self._retries:
                 raise TornError(f"{name}: the transfer broke off {attempt} times: {broken}", request_id=name)

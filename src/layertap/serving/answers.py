@@ -6,6 +6,7 @@ from typing import Any
 
 from layertap.outputs import CompletionOutput, Logprob
 from layertap.serving.session import Piece, Session
+from layertap.writing.shipping import said_handle
 
 DONE = b"data: [DONE]\n\n"
 
@@ -101,16 +102,7 @@ class Handles:
 
     def say(self, handle: Mapping[str, Any]) -> dict[str, Any]:
         """A handle as clients get it."""
-        said = dict(handle)
+        said = said_handle(self._handover, handle)
         if self._handover == "http":
             said["hidden_states_url"] = f"/v1/hidden_states/{said['hidden_states_id']}"
-        elif self._handover != "path":
-            said["hidden_states_url"] = said["hidden_states_path"] = object_url(
-                self._handover, said["hidden_states_path"]
-            )
         return said
-
-
-def object_url(base: str, path: str) -> str:
-    """Where in an object store the file of a local path goes."""
-    return f"{base.rstrip('/')}/{path.rpartition('/')[2]}"

@@ -31,7 +31,7 @@ class Entry:
 
     Attributes:
         name: the id by which clients ask for it.
-        path: of its file on this machine.
+        file: its path on this machine; as text, since thousands of entries are kept.
         state: where it stands.
         admitted, ended: seconds since the epoch.
         num_rows, num_bytes: of the finished file.
@@ -39,12 +39,11 @@ class Entry:
         reason: why it failed.
         kind: of the failure, see writing.kinds.
         fetched: it was delivered in whole over HTTP.
-        url: where it is in object storage.
         done: resolved once it is ready or has failed.
     """
 
     name: str
-    path: Path
+    file: str
     layers: tuple[int, ...]
     admitted: float
     state: State = "writing"
@@ -54,8 +53,12 @@ class Entry:
     reason: str | None = None
     kind: str | None = None
     fetched: bool = False
-    url: str | None = None
     done: "Future[None]" = field(default_factory=Future)
+
+    @property
+    def path(self) -> Path:
+        """Of its file on this machine."""
+        return Path(self.file)
 
 
 @dataclass(slots=True)
@@ -78,7 +81,6 @@ class Book:
         self._running = 0
         self.totals = Totals()
         self.on_ready: Callable[[Entry], None] | None = None
-        self.on_settled: Callable[[Entry], None] | None = None
         self.failures: deque[Entry] = deque(maxlen=_KEPT_FAILURES)
 
     def follow(self, captures: Iterable[Capture | None]) -> None:
@@ -86,7 +88,9 @@ class Book:
         for capture in captures:
             if capture is None or capture.path is None:
                 continue
-            entry = Entry(name=capture.request_id, path=capture.path, layers=capture.spec.layers, admitted=time.time())
+            entry = Entry(
+                name=capture.request_id, file=str(capture.path), layers=capture.spec.layers, admitted=time.time()
+            )
             with self._lock:
                 self._entries[entry.name] = entry
                 self._running += 1
@@ -106,8 +110,6 @@ class Book:
         entry.done = _DONE  # a future is most of an entry's memory
         if self.on_ready is not None and entry.state == "ready":
             self.on_ready(entry)
-        if self.on_settled is not None:
-            self.on_settled(entry)
 
     def _note_ready(self, entry: Entry, result: Result) -> None:
         entry.state, entry.num_rows, entry.num_bytes = "ready", result.info.num_rows, result.info.data_bytes
@@ -138,12 +140,6 @@ class Book:
         with self._lock:
             if name in self._entries:
                 self._entries[name].fetched = True
-
-    def note_shipped(self, name: str, url: str) -> None:
-        """The file is in object storage."""
-        with self._lock:
-            if name in self._entries:
-                self._entries[name].url = url
 
     def fetched_paths(self) -> set[Path]:
         """Files that were delivered and so may go when room is needed."""

@@ -45,6 +45,7 @@ _DESCRIBED: dict[int | str, dict[str, Any]] = {
         (410, "It will not come; the message is the reason."),
         (412, "It is another file by now."),
         (416, "The range is outside."),
+        (503, "The object store doesn't answer."),
     )
 }
 
@@ -59,7 +60,7 @@ def file_routes(desk: FileDesk, *, allow_delete: bool) -> APIRouter:
     router = APIRouter(prefix="/v1/hidden_states")
     whole = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
     read: dict[int | str, dict[str, Any]] = {200: {"description": "The file.", "content": whole}}
-    read |= {status: _DESCRIBED[status] for status in (202, 206, 303, 304, 400, 401, 404, 410, 412, 416)}
+    read |= {status: _DESCRIBED[status] for status in (202, 206, 303, 304, 400, 401, 404, 410, 412, 416, 503)}
 
     async def answer(name: str, request: Request, wait: float) -> Response:
         caller: Caller = request.state.caller
@@ -70,7 +71,7 @@ def file_routes(desk: FileDesk, *, allow_delete: bool) -> APIRouter:
             left = deadline - asyncio.get_running_loop().time()
             if found.state != "writing" or left <= 0:
                 return response if response is not None else _not_ready(found)
-            ended = None if desk.known is None else desk.known.ended(name)
+            ended = desk.ended(name)
             if ended is None:  # another process writes it: look again
                 await asyncio.sleep(min(pause, left))
                 pause = min(2 * pause, _LAST_PAUSE_SECONDS)
@@ -98,7 +99,7 @@ def file_routes(desk: FileDesk, *, allow_delete: bool) -> APIRouter:
         "/{name}",
         summary="Free it",
         status_code=204,
-        responses={status: _DESCRIBED[status] for status in (401, 403, 404, 409)},
+        responses={status: _DESCRIBED[status] for status in (401, 403, 404, 409, 503)},
     )
     async def delete(name: str, request: Request) -> Response:
         if not allow_delete:
@@ -199,8 +200,8 @@ def _open_answer(desk: FileDesk, found: FileState, request: Request, fd: int) ->
         body = os.pread(fd, span.end - span.start, span.start)
         os.close(fd)
         if len(body) == span.end - span.start:
-            if span.end == size and desk.known is not None:
-                desk.known.note_fetched(found.name)
+            if span.end == size:
+                desk.note_fetched(found.name)
             return Response(body, status_code=status, headers=headers)
         raise ApiError(500, "the file was cut off while it was read", code="store_error")
     return _FileAnswer(desk, found.name, fd, span, whole=span.end == size, status=status, headers=headers)
@@ -249,8 +250,8 @@ class _FileAnswer(StreamingResponse):
                 raise OSError(f"{self._name} was cut off while it was sent")
             at += len(data)
             yield data
-        if self._whole and self._desk.known is not None:
-            self._desk.known.note_fetched(self._name)
+        if self._whole:
+            self._desk.note_fetched(self._name)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:

@@ -5,6 +5,7 @@ The state is read from the store itself (the file, its lock, its error twin), so
 """
 
 import contextlib
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,9 @@ from layertap.files.paths import error_path, target_path
 from layertap.files.read import read_header
 from layertap.files.reap import remove_idle
 from layertap.files.tags import read_tag
+from layertap.serving.api_errors import ApiError
 from layertap.serving.identity import Caller, is_plain_id
+from layertap.writing.shipping import is_object_store, object_state, object_url, remove_object, said_handle
 
 State = Literal["ready", "writing", "failed", "missing", "shipped"]
 
@@ -43,26 +46,30 @@ class FileState:
     header: Header | None = None
 
 
+class KnownFile(Protocol):
+    """What a running server knows of one file beside the store."""
+
+    @property
+    def path(self) -> Path:
+        """Where it is, also where that isn't the usual place."""
+
+    @property
+    def reason(self) -> str | None:
+        """Why there is none, where that is known."""
+
+    @property
+    def done(self) -> "Future[None] | None":
+        """Resolved once its capture has ended; None where that isn't known."""
+
+
 class Known(Protocol):
-    """What a running server knows beside the store."""
+    """A running server's book of files."""
 
-    def where(self, name: str) -> Path | None:
-        """The path of an id, where it isn't the usual one."""
-
-    def failure(self, name: str) -> str | None:
-        """Why the capture of an id failed, where that is known."""
-
-    def shipped(self, name: str) -> str | None:
-        """The URL of a file that went to object storage."""
-
-    def ended(self, name: str) -> "Future[None] | None":
-        """Resolved once the capture of an id has ended; None where that isn't known."""
+    def get(self, name: str) -> KnownFile | None:
+        """The file of an id."""
 
     def note_fetched(self, name: str) -> None:
-        """The file was delivered in whole."""
-
-    def note_deleted(self, num_bytes: int) -> None:
-        """The file was removed on its owner's behalf."""
+        """It was delivered in whole."""
 
 
 class FileDesk:
@@ -70,20 +77,22 @@ class FileDesk:
 
     Args:
         options: the store's.
-        known: a running server, or None beside one.
+        known: a running server's, or None beside one.
+        deleted: called with the bytes of what was removed on its owner's behalf.
     """
 
-    def __init__(self, options: StoreOptions, known: Known | None = None) -> None:
+    def __init__(
+        self, options: StoreOptions, known: Known | None = None, deleted: Callable[[int], None] = lambda _bytes: None
+    ) -> None:
         self._options = options
-        self.known = known
+        self._known = known
+        self._deleted = deleted
 
     def look(self, name: str, caller: Caller) -> FileState:
         """Where the file of an id stands. Never raises for a bad id: that is missing."""
         if not is_plain_id(name) or not caller.may_see(name):
             return FileState(name=name, state="missing")
         path = self._path(name)
-        if self.known is not None and (url := self.known.shipped(name)) is not None:
-            return FileState(name=name, path=path, state="shipped", reason=url)
         if path.is_symlink():  # nothing of ours; whoever can make one must not make us read what it points to
             return FileState(name=name, state="missing")
         try:
@@ -106,12 +115,40 @@ class FileDesk:
     def _without_file(self, name: str, path: Path, found: HiddenStatesError) -> FileState:
         if not isinstance(found, MissingError):
             return FileState(name=name, path=path, state="failed", reason=found.reason)
-        reason = None if self.known is None else self.known.failure(name)
+        if is_object_store(self._options.handover) and (state := self._in_object_store(name, path)) is not None:
+            return state
+        entry = self._entry(name)
+        reason = None if entry is None else entry.reason
         return FileState(name=name, path=path, state="missing" if reason is None else "failed", reason=reason)
 
+    def _in_object_store(self, name: str, path: Path) -> FileState | None:
+        url = object_url(self._options.handover, name)
+        try:
+            reason = object_state(url)
+        except Exception as exc:
+            raise ApiError(
+                503, f"the object store doesn't answer: {exc}", code="object_store", headers={"retry-after": "1"}
+            ) from exc
+        if reason is None:
+            return None
+        return FileState(name=name, path=path, state="failed" if reason else "shipped", reason=reason or url)
+
     def _path(self, name: str) -> Path:
-        own = None if self.known is None else self.known.where(name)
-        return own if own is not None else target_path(self._options, name, None)
+        entry = self._entry(name)
+        return target_path(self._options, name, None) if entry is None else entry.path
+
+    def _entry(self, name: str) -> KnownFile | None:
+        return None if self._known is None else self._known.get(name)
+
+    def ended(self, name: str) -> "Future[None] | None":
+        """Resolved once the capture of an id has ended; None where that isn't known."""
+        entry = self._entry(name)
+        return None if entry is None else entry.done
+
+    def note_fetched(self, name: str) -> None:
+        """The file of an id was delivered in whole."""
+        if self._known is not None:
+            self._known.note_fetched(name)
 
     def tag(self, tag: str, caller: Caller) -> dict[str, Any] | None:
         """A tag's record with the state of each of its files, or None."""
@@ -119,20 +156,23 @@ class FileDesk:
             RequestOptions.parse({"tag": tag})  # a plain name
             record = read_tag(self._options.shared_storage_path, tag, caller.owner)
             if record is not None:
-                for handle in record["handles"]:
+                handles = [said_handle(self._options.handover, handle) for handle in record["handles"]]
+                for handle in handles:
                     handle["state"] = self.look(str(handle["hidden_states_id"]), caller).state
-                return record
+                return {**record, "handles": handles}
         return None
 
     def remove(self, found: FileState) -> bool:
         """Free a file that `look` found; False where it is being read or written."""
         if found.path is None:
             return True
+        if found.state == "shipped":
+            remove_object(object_url(self._options.handover, found.name))
+            return True
         freed = remove_idle(found.path)
         if freed is None:
             return False
-        if self.known is not None:
-            self.known.note_deleted(freed)
+        self._deleted(freed)
         return True
 
 

@@ -131,7 +131,7 @@ def serve(options: ServeOptions) -> None:
         )
         with contextlib.closing(llm):
             app, state = build_app(llm.front, options.settings)
-            with signals_end_the_server(), contextlib.closing(state):
+            with signals_end_the_server():
                 run(app, claimed, on_ready=lambda: logger.info("serving %s at %s", state.names[0], address))
                 llm.close()
     logger.info("stopped; everything that was running was finished")

@@ -57,15 +57,10 @@ class Metrics:
             "layertap_reaped_files", "Files that the reaper removed, by why.", ("why",), registry=self.registry
         )
         self._reaped_bytes = Counter("layertap_reaped_bytes", "Bytes that the reaper freed.", registry=self.registry)
-        self._shipped_files = Counter(
-            "layertap_shipped_files", "Files sent to object storage, by outcome.", ("outcome",), registry=self.registry
-        )
         for kind in ("prompt", "generated"):
             self._tokens.labels(kind)
         for why in ("expired", "quota", "leftover", "deleted"):
             self._reaped_files.labels(why)
-        for outcome in ("stored", "failed"):
-            self._shipped_files.labels(outcome)
         # clocks jump
         book.on_ready = lambda entry: self._publish_seconds.observe(
             max(0.0, (entry.ended or entry.admitted) - entry.admitted)
@@ -93,10 +88,6 @@ class Metrics:
         self._reaped_files.labels(why).inc(num_files)
         self._reaped_bytes.inc(num_bytes)
 
-    def shipped(self, outcome: str) -> None:
-        """Count a file that was sent ("stored") or couldn't be ("failed")."""
-        self._shipped_files.labels(outcome).inc()
-
     def text(self) -> bytes:
         """The exposition."""
         return generate_latest(self.registry)
@@ -122,6 +113,12 @@ class Metrics:
             "Files whose rows failed a check, kept where no reader takes them.",
             value=recorder.counts.quarantined,
         )
+        shipped = CounterMetricFamily(
+            "layertap_shipped_files", "Files sent to object storage, by outcome.", labels=["outcome"]
+        )
+        for outcome, count in recorder.shipped.items():
+            shipped.add_metric([outcome], count)
+        yield shipped
         checks = CounterMetricFamily(
             "layertap_spot_checks",
             "Sequences that were computed a second time, by outcome.",

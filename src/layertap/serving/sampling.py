@@ -58,14 +58,15 @@ def chat_params(body: ChatBody, info: ModelInfo, max_logprobs: int) -> SamplingP
     if body.response_format is not None and body.response_format.type != "text":
         raise ApiError(
             400,
-            f"response_format: {body.response_format.type!r} can't be honoured by this engine, only 'text'",
+            f"response_format: {body.response_format.type!r} can't be honoured by this engine, only 'text'; a server started with "
+            "--engine vllm can",
             param="response_format",
         )
     if body.tool_choice not in (None, "auto", "none"):
         raise ApiError(
             400,
             f"tool_choice: {body.tool_choice!r} can't be honoured by this engine, only 'auto' (a call is in the answer's text, "
-            "as the model writes it) and 'none'",
+            "as the model writes it) and 'none'; a server started with --engine vllm can",
             param="tool_choice",
         )
     if body.top_logprobs is not None and not body.logprobs:

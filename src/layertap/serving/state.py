@@ -4,8 +4,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
-from pathlib import Path
 
 from layertap.frontend import Frontend, Request
 from layertap.params import SamplingParams
@@ -19,7 +17,7 @@ from layertap.serving.metrics import Metrics
 from layertap.serving.reaper import Reaper
 from layertap.serving.session import Admission
 from layertap.serving.settings import ServerSettings
-from layertap.serving.shipping import Shipper
+from layertap.writing.shipping import is_object_store
 
 
 class ServerState:
@@ -46,10 +44,9 @@ class ServerState:
             count=self.metrics.reaped,
             seconds=settings.reap_seconds,
         )
-        self.shipper: Shipper | None = None
-        if options.handover not in ("path", "http"):
-            self.shipper = Shipper(options.handover, self.book, self.metrics.shipped)
-        self.desk = FileDesk(options, _Known(self))
+        if is_object_store(options.handover):
+            front.recorder.ship_to(options.handover)
+        self.desk = FileDesk(options, self.book, self._deleted)
         self.names = settings.served_model_names or (front.info.model,)
         self.started = time.time()
         self.ready = False
@@ -77,11 +74,6 @@ class ServerState:
         self.ready = False
         self.admission.close()
         self.reaper.stop()
-
-    def close(self) -> None:
-        """After the engine was closed: send what is still to be sent."""
-        if self.shipper is not None:
-            self.shipper.close()
 
     def model_name(self, asked: str | None) -> str:
         """The name that answers say.
@@ -137,32 +129,6 @@ class ServerState:
         for request in requests:
             self.book.follow(request.captures)
 
-
-class _Known:
-    """What the file routes learn from a running server."""
-
-    def __init__(self, state: ServerState) -> None:
-        self._state = state
-
-    def where(self, name: str) -> Path | None:
-        entry = self._state.book.get(name)
-        return None if entry is None else entry.path
-
-    def failure(self, name: str) -> str | None:
-        entry = self._state.book.get(name)
-        return None if entry is None else entry.reason
-
-    def shipped(self, name: str) -> str | None:
-        entry = self._state.book.get(name)
-        return None if entry is None else entry.url
-
-    def ended(self, name: str) -> "Future[None] | None":
-        entry = self._state.book.get(name)
-        return None if entry is None else entry.done
-
-    def note_fetched(self, name: str) -> None:
-        self._state.book.note_fetched(name)
-
-    def note_deleted(self, num_bytes: int) -> None:
-        self._state.front.recorder.room.removed(num_bytes)
-        self._state.metrics.reaped("deleted", 1, num_bytes)
+    def _deleted(self, num_bytes: int) -> None:
+        self.front.recorder.room.removed(num_bytes)
+        self.metrics.reaped("deleted", 1, num_bytes)

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import secrets
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -11,7 +12,9 @@ from layertap.capture.options import StoreOptions
 from layertap.errors import OptionError
 from layertap.params import CONNECTORS, layers_of_speculative_config
 from layertap.serving.launch import ServeOptions, store_config
+from layertap.serving.vllm_admission import FRONT_ENV
 from layertap.serving.vllm_middleware import CONFIG_ENV, MiddlewareConfig
+from layertap.writing.shipping import is_object_store, open_store
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +78,7 @@ def vllm_command(options: ServeOptions, more: Sequence[str] = ()) -> tuple[list[
         allow_delete=settings.allow_delete,
         max_body_bytes=settings.max_body_bytes,
     )
-    return command, {CONFIG_ENV: middleware.dumps()}
+    return command, {CONFIG_ENV: middleware.dumps(), FRONT_ENV: secrets.token_hex(16)}
 
 
 def _kv_transfer_config(options: ServeOptions, layers: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -96,12 +99,12 @@ def _kv_transfer_config(options: ServeOptions, layers: Any) -> tuple[dict[str, A
     ours["kv_connector"] = "HiddenStatesConnector"
     if layers is not None and extra.get("layers") is None:
         extra["layers"] = layers
-    if StoreOptions.parse(extra).handover not in ("path", "http"):
-        raise OptionError("handover: object storage can't be had with --engine vllm, only path or http")
+    handover = StoreOptions.parse(extra).handover
     asked = dict(extra)
-    # the middleware decides where files go and says so to the connector; clients are held to what was asked for
-    extra["allow_custom_save_path"] = True
-    extra.pop("handover", None)
+    if is_object_store(handover):
+        open_store(handover)  # what can't be had is said now
+    else:
+        extra.pop("handover", None)
     return config, asked
 
 

@@ -11,7 +11,6 @@ That a row is of the right token and there exactly once is the assembly's busine
 """
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -86,22 +85,27 @@ class FinalCheck:
 
 
 class SeenRows:
-    """Some rows of the latest requests: digest -> the token that they were computed for. Thread-safe."""
+    """Some rows of the latest requests: digest -> the token that they were computed for. Thread-safe.
+
+    A table of a fixed size, so that a server's memory doesn't grow for its first twenty thousand requests: a row has one place, and
+    puts out the one that was there.
+    """
 
     def __init__(self, capacity: int = _MOST_SEEN) -> None:
-        self._capacity = capacity
         self._lock = threading.Lock()
-        self._seen: OrderedDict[tuple[int, int], tuple[int, str]] = OrderedDict()
+        self._digests = np.zeros(capacity, np.uint64)
+        self._tokens = np.zeros(capacity, np.int64)
+        self._requests: list[str | None] = [None] * capacity
 
     def note(self, layer: int, row: NDArray[np.uint8], token_id: int, request_id: str) -> str | None:
         """Remember a row; return the request that has had the same bytes for another token."""
-        key = layer, xxhash.xxh3_64_intdigest(row.tobytes())
+        digest = xxhash.xxh3_64_intdigest(row.tobytes(), seed=layer)
+        place = digest % len(self._requests)
         with self._lock:
-            known = self._seen.pop(key, None)
-            self._seen[key] = token_id, request_id
-            if len(self._seen) > self._capacity:
-                self._seen.popitem(last=False)
-        return None if known is None or known[0] == token_id else known[1]
+            same = int(self._digests[place]) == digest and int(self._tokens[place]) != token_id
+            known = self._requests[place] if same else None
+            self._digests[place], self._tokens[place], self._requests[place] = digest, token_id, request_id
+        return known
 
 
 class RowChecks:

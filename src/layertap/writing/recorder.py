@@ -28,6 +28,7 @@ from layertap.writing.checks import FinalCheck, RowChecks, SeenRows
 from layertap.writing.kinds import kind_of
 from layertap.writing.pool import Lane, WriterPool
 from layertap.writing.room import Reservation, StoreRoom
+from layertap.writing.shipping import Shipper
 from layertap.writing.sinks import FileSink, MemorySink, Result, Sink
 
 logger = logging.getLogger(__name__)
@@ -183,6 +184,7 @@ class Capture:
                 self._settle(result.info.data_bytes)
                 self._recorder.note_published(result)
                 self.result.set_result(result)
+                self._recorder.hand_over(self.path, self.request_id, None)
 
         self._end(publish)
         return self.result
@@ -252,6 +254,7 @@ class Capture:
             self._recorder.note_failed(reason, kind_of(error))
         finally:  # whatever happens, nobody waits for ever
             self._give_up(error)
+            self._recorder.hand_over(self.path, self.request_id, reason)
 
     def _settle(self, num_bytes: int) -> None:
         if self._room is not None:
@@ -288,6 +291,26 @@ class Recorder:
         if options.ttl_seconds is not None:
             self._facts[TTL_FACT] = f"{options.ttl_seconds:g}"
         self._lock = threading.Lock()
+        self._shipper: Shipper | None = None
+
+    def ship_to(self, url: str) -> None:
+        """From now on files go on to an object store.
+
+        Raises:
+            OptionError: the URL's protocol can't be had.
+        """
+        if self._shipper is None:
+            self._shipper = Shipper(url, self.room.removed)
+
+    def hand_over(self, path: Path | None, request_id: str, reason: str | None) -> None:
+        """A request has ended, with a file or with the reason why there is none."""
+        if self._shipper is not None and path is not None:
+            self._shipper.take(path, request_id, reason)
+
+    @property
+    def shipped(self) -> Mapping[str, int]:
+        """Files that went to an object store, by outcome."""
+        return {"stored": 0, "failed": 0} if self._shipper is None else self._shipper.outcomes
 
     def admit(
         self,
@@ -382,6 +405,8 @@ class Recorder:
     def close(self) -> None:
         """Finish what was handed over, then end the threads. Captures that weren't ended stay for their engine to fail."""
         self.pool.close()
+        if self._shipper is not None:
+            self._shipper.close()
 
 
 def describe(cause: BaseException) -> str:

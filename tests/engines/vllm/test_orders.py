@@ -46,6 +46,19 @@ def test_generated_tokens_never_reach_past_the_models_length(tmp_path):
     assert order.spec.max_tokens == 10
 
 
+def test_only_who_has_the_servers_secret_may_say_where_a_file_goes_and_whose_it_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAYERTAP_VLLM_FRONT", "secret")
+    target = str(tmp_path / "elsewhere" / "x.safetensors")
+    wishes = {"hidden_states_path": target, ID_KEY: "theirs", PREFILL_KEY: True}
+    desk = make_desk(tmp_path / "store")
+    for given in ({}, {"layertap_front": "guess"}, {"layertap_front": None}, {"layertap_front": ["secret"]}):
+        order = desk.order(asked({**wishes, **given}))
+        assert order.path == str(tmp_path / "store" / "cmpl-1-abcdef12.safetensors")
+        assert (order.public_id, order.prefill) == ("cmpl-1-abcdef12", False)
+    order = desk.order(asked({**wishes, "layertap_front": "secret"}))
+    assert (order.path, order.public_id, order.prefill) == (target, "theirs", True)
+
+
 def test_capture_is_the_requests_choice_before_the_servers(tmp_path):
     assert make_desk(tmp_path).order(asked({"capture": False})) is None
     assert make_desk(tmp_path, capture_by_default=False).order(asked()) is None

@@ -129,6 +129,7 @@ class Collector(Unpacker):
                 write_error(path, reason, order.public_id)
             except OSError as second:
                 logger.warning("request %s: the reason can't be put on record: %s", order.public_id, describe(second))
+            self.recorder.hand_over(path, order.public_id, reason)
             raise
 
     def _capture(self, request_id: str) -> Capture | None:

@@ -32,6 +32,7 @@ from layertap.errors import EngineError
 from layertap.files.claims import taken_by_another
 from layertap.files.publish import write_error
 from layertap.writing.recorder import describe
+from layertap.writing.shipping import said_handle
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +177,8 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         if taken is not None:
             logger.warning("layertap: request %s has no hidden states: %s", order.public_id, taken)
             return {ERROR_KEY: taken}
-        return handle(order)
+        assert self._desk is not None
+        return said_handle(self._desk.configured.options.handover, handle(order))
 
     def _tell(self, item: Order | Finish) -> None:
         local = worker.local_tap(self._engine_id)

@@ -79,7 +79,7 @@ class VllmFrontend:
         extra = {
             field.name: getattr(options, field.name)
             for field in fields(options)
-            if getattr(options, field.name) != field.default
+            if getattr(options, field.name) != field.default and field.name != "handover"
         }
         # this front end has checked every path before
         extra |= {

@@ -4,10 +4,11 @@ Used twice: in the front end, where a bad option is a ValueError before anything
 process, where raising would end the engine and a bad option becomes a failed request with its error file.
 """
 
+import hmac
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,10 @@ ID_KEY = "layertap_id"
 """Put there by our own front end: the id that the client knows the request by."""
 PREFILL_KEY = "layertap_prefill"
 """Put there by our own front end: only the prompt is wanted; the token that vLLM samples anyway is no part of the sequence."""
+
+FRONT_ENV, FRONT_KEY = "LAYERTAP_VLLM_FRONT", "layertap_front"
+"""A secret of the server's processes and the option that carries it: what has it comes from our middleware, which has checked and
+placed it. vLLM has routes that the middleware doesn't know, and what came through them is a client's, with a client's rights."""
 
 PROMPTS_KEY = "layertap_prompts"
 """Put there by our middleware: how many prompts the HTTP request has; one request per prompt reaches the engine."""
@@ -68,6 +73,7 @@ class OrderDesk:
     def __init__(self, configured: Configured, max_model_len: int) -> None:
         self.configured = configured
         self._max_model_len = max_model_len
+        self._front = os.environ.get(FRONT_ENV)
 
     def order(self, asked: Asked) -> Order | None:
         """The order of a request; None where nothing is to be captured.
@@ -80,11 +86,16 @@ class OrderDesk:
             raise OptionError(f"kv_transfer_params: expected a mapping of options, got {type(asked.params).__name__}")
         mine = dict(asked.params or {})
         choices = mine.pop(CHOICES_KEY, 1)
+        store = self.configured.options
+        if self._front is not None:
+            if hmac.compare_digest(self._front.encode(), str(mine.pop(FRONT_KEY, "")).encode(errors="replace")):
+                store = replace(store, allow_custom_save_path=True)
+            else:
+                mine = {name: value for name, value in mine.items() if name not in (ID_KEY, PREFILL_KEY, PROMPTS_KEY)}
         public_id = mine.pop(ID_KEY, None)
         prefill = mine.pop(PREFILL_KEY, False) is True
         place = _place(asked.request_id) if mine.pop(PROMPTS_KEY, 1) > 1 else 0
         options = RequestOptions.parse(mine, foreign_keys_allowed=self.configured.shared)
-        store = self.configured.options
         if not (store.capture_by_default if options.capture is None else options.capture):
             return None
         if not asked.has_token_ids:

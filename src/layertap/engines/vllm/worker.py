@@ -23,9 +23,9 @@ from layertap.engines.vllm.rowmap import Want
 from layertap.engines.vllm.stages import Address, StageReceiver, StageSender, connect_stages
 from layertap.engines.vllm.tap import Entries, Tap
 from layertap.engines.vllm.unpack import GatherRoom, Unpacker, want_of
-from layertap.engines.vllm.writer import WriterSetup, counts_of
+from layertap.engines.vllm.writer import WriterSetup, counts_of, make_recorder
 from layertap.errors import EngineError, UnsupportedModelError
-from layertap.writing.recorder import Recorder, describe
+from layertap.writing.recorder import describe
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ def _unpacker(config: Any, found: Configured, tap: Tap, pp: Any) -> Unpacker | R
     )
     if listener is None and _wants_process(tap):
         return RemoteCollector(setup, tap.cells)
-    recorder = Recorder(setup.options, model=setup.model, num_layers=setup.num_layers, facts=setup.facts)
+    recorder = make_recorder(setup)
     collector = Collector(recorder, tap.taps, dtype, num_stages=pp.world_size, gather=gather)
     if listener is not None:
         StageReceiver(listener, collector, num_peers=pp.world_size - 1, limit_bytes=found.options.byte_budget())

@@ -28,6 +28,7 @@ from layertap.engines.vllm.shared import SharedCells
 from layertap.engines.vllm.tap import Step
 from layertap.engines.vllm.unpack import GatherRoom
 from layertap.writing.recorder import Capture, Recorder
+from layertap.writing.shipping import is_object_store
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,14 @@ class WriterSetup:
     gather: GatherRoom
 
 
+def make_recorder(setup: WriterSetup) -> Recorder:
+    """The corridor of a worker."""
+    recorder = Recorder(setup.options, model=setup.model, num_layers=setup.num_layers, facts=setup.facts)
+    if is_object_store(setup.options.handover):
+        recorder.ship_to(setup.options.handover)
+    return recorder
+
+
 def counts_of(collector: Collector) -> dict[str, float]:
     """The recorder's numbers, by the names of `metrics`."""
     recorder = collector.recorder
@@ -86,7 +95,7 @@ class Writer:
         setup: WriterSetup = connection.recv()
         self._send(("hello", os.getpid()))
         self._ring = SharedCells(setup.num_cells, setup.cell_bytes, ring_fd)
-        self._recorder = Recorder(setup.options, model=setup.model, num_layers=setup.num_layers, facts=setup.facts)
+        self._recorder = make_recorder(setup)
         self._collector = Collector(
             self._recorder,
             setup.taps,

@@ -1,0 +1,57 @@
+"""vLLM's server as a process of its own: `layertap serve --engine vllm`, or its own command line."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines" / "vllm"))
+
+LAYERTAP = [sys.executable, "-c", "from layertap.cli import main; main()", "serve"]
+STOCK = [sys.executable, "-m", "layertap.serving.vllm_main", "serve"]
+SMALL = [
+    "--max_model_len", "256", "--dtype", "float32", "--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--enforce-eager",
+]  # fmt: skip
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return one.getsockname()[1]
+
+
+@contextmanager
+def vllm_serving(command, *arguments, environment=None):
+    """A server that answers; yields its address and its log."""
+    import running
+
+    port = free_port()
+    process = subprocess.Popen(
+        [*command, *arguments, "--port", str(port)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **running.ENVIRONMENT, **(environment or {})},
+    )
+    log, ready = [], threading.Event()
+
+    def read():
+        for line in process.stdout:
+            log.append(line)
+            if "Application startup complete" in line:
+                ready.set()
+        ready.set()
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        ready.wait(400)
+        assert process.poll() is None, "".join(log[-40:])
+        yield f"http://127.0.0.1:{port}", log
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(120)
+        reader.join()
