@@ -53,6 +53,11 @@ def test_a_person_sees_the_server_and_clicks_through_it(browser, server, http):
     assert "the <b>reason</b> for a person" in page.inner_text("#failures")
     assert page.inner_text("#failures").count("somebody left") == 1
     assert "30 times, latest left-29" in page.inner_text("#failures")
+    assert [page.evaluate(f"spans({layers})") for layers in ("[]", "[3]", "[1, 2, 4]", "[0, 1, 2, 7, 6, 8, 9, 10]")] == [
+        "", "3", "1, 2, 4", "0 to 2, 7, 6, 8 to 10",
+    ]  # fmt: skip
+    row = page.locator("tr", has=page.locator("td:text-is('shown-as-failed')"))
+    assert "the <b>reason</b> for a person" in row.inner_text()
     row = page.locator("tr", has=page.locator(f"td:text-is('{name}')"))
     row.get_by_role("button", name="Picture").click()
     page.wait_for_selector(".picture.open canvas")

@@ -29,7 +29,7 @@ def bucket():
 def test_files_go_to_s3_and_come_back_checked(make_llm, tmp_path_factory, bucket, check_rows):
     folder = tmp_path_factory.mktemp("shipped")
     llm = make_llm(folder, handover=bucket)
-    with run_background(llm.front, ServerSettings(served_model_names=("tiny",))) as server:
+    with run_background(llm.front, ServerSettings(served_model_names=("tiny",), allow_delete=True)) as server:
         with HiddenStatesClient(server.url) as client:
             answer = client.complete(**BODY, n=2)
             for choice in answer["choices"]:

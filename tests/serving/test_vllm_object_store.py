@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import signal
 
 import httpx
 import pytest
@@ -22,7 +23,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def shipping(tmp_path_factory):
-    """Address, store, bucket and reference model."""
+    """Address, store, bucket, reference model and process."""
     s3 = pytest.importorskip("s3", reason="moto or s3fs isn't installed here")
     import checkpoints
 
@@ -33,10 +34,10 @@ def shipping(tmp_path_factory):
         vllm_serving(
             LAYERTAP, str(checkpoint), "--engine", "vllm", "--served-model-name", "tiny", *SMALL, "--layers", "1,2,4",
             "--storage", str(folder / "store"), "--handover", bucket, "--allow-delete",
-        ) as (url, _),
+        ) as (url, process),
     ):  # fmt: skip
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32").eval()
-        yield url, folder / "store", bucket, model
+        yield url, folder / "store", bucket, model, process
 
 
 def check(shipping, states, tokens):
@@ -46,7 +47,7 @@ def check(shipping, states, tokens):
 
 
 def test_each_choice_comes_back_from_the_bucket_by_handle_by_id_and_by_tag(shipping):
-    url, store, bucket, _ = shipping
+    url, store, bucket, *_ = shipping
     with HiddenStatesClient(url) as client:
         answer = client.complete(
             ["to the", "bucket"], n=2, model="tiny", max_tokens=4, ignore_eos=True, return_token_ids=True,
@@ -67,7 +68,7 @@ def test_each_choice_comes_back_from_the_bucket_by_handle_by_id_and_by_tag(shipp
 
 
 def test_a_stream_that_is_left_leaves_its_reason_in_the_bucket(shipping):
-    url, _, bucket, _ = shipping
+    url, _, bucket, *_ = shipping
     body = {"model": "tiny", "prompt": "leave", "max_tokens": 240, "ignore_eos": True, "stream": True,
             "kv_transfer_params": {"tag": "left"}}  # fmt: skip
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
@@ -86,3 +87,22 @@ def test_the_last_chunk_of_a_stream_names_the_object(shipping):
         chunks = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
     with HiddenStatesClient(url) as client:
         assert client.fetch(chunks[-1]["choices"][0])["hidden_states"].shape[1:] == (3, 64)
+
+
+def test_sigterm_finishes_what_runs_and_sends_it(shipping):
+    url, store, _, _, process = shipping
+    body = {"model": "tiny", "prompt": "a long answer", "max_tokens": 150, "ignore_eos": True, "stream": True,
+            "return_token_ids": True, "kv_transfer_params": {"include_output_tokens": True}}  # fmt: skip
+    chunks = []
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                chunks.append(json.loads(line[6:])["choices"][0])
+                if len(chunks) == 3:
+                    process.send_signal(signal.SIGTERM)
+    assert chunks[-1]["finish_reason"] == "length"
+    process.wait(120)
+    tokens = chunks[0]["prompt_token_ids"] + [token for chunk in chunks for token in chunk["token_ids"]]
+    with HiddenStatesClient(url) as client:  # the server is gone, the object isn't
+        check(shipping, client.fetch(chunks[-1]), tokens[:-1])
+    assert not list(store.glob("*.safetensors"))

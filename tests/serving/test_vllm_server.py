@@ -311,7 +311,8 @@ def test_the_command_is_vllms_with_our_options_in_their_place():
     assert '"layers": [1, 2]' in text
     assert "--speculative-config" not in text
     assert "--served-model-name a b" in text
-    assert text.endswith("--tensor-parallel-size 2")
+    assert text.endswith("--shutdown-timeout 3600 --tensor-parallel-size 2")
+    assert vllm_command(options, ["--shutdown_timeout=5"])[0][-2:] == ["20", "--shutdown_timeout=5"]
     assert "allow_custom_save_path" not in text
     told = environment[CONFIG_ENV]
     assert '"allow_custom_save_path"' not in told

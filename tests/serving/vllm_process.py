@@ -25,7 +25,7 @@ def free_port():
 
 @contextmanager
 def vllm_serving(command, *arguments, environment=None):
-    """A server that answers; yields its address and its log."""
+    """A server that answers; yields its address and its process."""
     import running
 
     port = free_port()
@@ -50,8 +50,9 @@ def vllm_serving(command, *arguments, environment=None):
     try:
         ready.wait(400)
         assert process.poll() is None, "".join(log[-40:])
-        yield f"http://127.0.0.1:{port}", log
+        yield f"http://127.0.0.1:{port}", process
     finally:
-        process.send_signal(signal.SIGTERM)
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
         process.wait(120)
         reader.join()

@@ -19,6 +19,8 @@ from layertap.writing.shipping import is_object_store, open_store
 logger = logging.getLogger(__name__)
 
 MIDDLEWARE = "layertap.serving.vllm_middleware.HiddenStatesMiddleware"
+_SHUTDOWN, _SHUTDOWN_SECONDS = "--shutdown-timeout", 3600
+"""vLLM's own default is to abort what runs when it gets a SIGTERM."""
 _FLAGS = {
     "dtype": "--dtype",
     "max_model_len": "--max-model-len",
@@ -70,7 +72,10 @@ def vllm_command(options: ServeOptions, more: Sequence[str] = ()) -> tuple[list[
         command += ["--served-model-name", *settings.served_model_names]
     if settings.api_keys:
         command += ["--api-key", *settings.api_keys]
-    command += ["--max-logprobs", str(settings.max_logprobs), *more]
+    command += ["--max-logprobs", str(settings.max_logprobs)]
+    if not any(word.replace("_", "-").partition("=")[0] == _SHUTDOWN for word in more):
+        command += [_SHUTDOWN, str(_SHUTDOWN_SECONDS)]
+    command += more
     middleware = MiddlewareConfig(
         store=asked,
         shared=config["kv_connector"] == "MultiConnector",
