@@ -89,9 +89,10 @@ def test_files_and_weights_are_read_only_unless_the_server_says_otherwise(guarde
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "read_only")
     refused = httpx.post(f"{guarded.url}/v1/weights", json={"path": "/tmp", "version": "1"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "read_only")
-    for path in ("/", "/page/status", f"/page/picture/{answer.json()['id']}"):
-        for method in ("POST", "PUT", "DELETE", "PATCH"):
-            assert httpx.request(method, guarded.url + path).status_code == 405
+    with httpx.Client(base_url=guarded.url) as http:
+        for path in ("/", "/page/status", f"/page/picture/{answer.json()['id']}"):
+            for method in ("POST", "PUT", "DELETE", "PATCH"):
+                assert http.request(method, path).status_code == 405
     assert httpx.get(name).status_code == 200
 
 
