@@ -8,7 +8,7 @@ the p99 of the hand-over: from the answer in the client to verified rows in the 
 A last round has readers that take ten times as long as the server needs: nothing may grow but the number of files.
 
 With --slow-readers only this: 64 readers that together take less than the engine makes (each 160 KiB/s of files of 0.3 MiB, by
-HTTP, none deleted), a store of 64 MiB and at most 1 MiB of rows in memory. Every half second it looks at what the server holds:
+HTTP, none deleted), a store of 32 MiB and at most 1 MiB of rows in memory. Every half second it looks at what the server holds:
 rows in memory, bytes in the store, its own memory. What doesn't fit is a 507 before anything is generated, and is asked again.
 
 Run as: python benchmarks/serving.py [--seconds 10] [--clients 1,8,64,256] [--slow-readers]
@@ -112,7 +112,7 @@ async def measure(url, pid, num_clients, seconds, local, pause=0.0):
     }
 
 
-SLOW_STORE_BYTES, SLOW_ROWS_BYTES, SLOW_READERS = 64 << 20, 1 << 20, 64
+SLOW_STORE_BYTES, SLOW_ROWS_BYTES, SLOW_READERS = 32 << 20, 1 << 20, 64
 SLOW_BODY = {
     "prompt": list(range(8, 208)),
     "max_tokens": 40,

@@ -49,6 +49,7 @@ def vllm(tmp_path_factory):
         "--kv_transfer_config", json.dumps(transfer), "--host", "127.0.0.1", "--api_key", "alpha", "beta", "EMPTY",
         "--served_model_name", "tiny", "alias", *SMALL, "--handover", "http", "--allow-delete",
         "--max-storage-bytes", "20000000", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+        "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}',
     ) as (url, _):  # fmt: skip
         yield url, store, AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32").eval()
 
@@ -285,7 +286,7 @@ def test_structured_answers_and_tool_calls_have_their_rows(vllm, alpha):
     answer = alpha.chat.completions.create(**ask, response_format=wanted)
     assert set(json.loads(answer.choices[0].message.content)) == {"ok"}
     check(vllm, answer.kv_transfer_params, (answer.prompt_token_ids + answer.choices[0].token_ids)[:-1])
-    tools = [{"type": "function", "function": {"name": "decide", "parameters": SCHEMA}}]
+    tools = [{"type": "function", "function": {"name": "decide", "parameters": SCHEMA, "strict": True}}]
     chosen = {"type": "function", "function": {"name": "decide"}}
     answer = alpha.chat.completions.create(**ask, tools=tools, tool_choice=chosen)
     (call,) = answer.choices[0].message.tool_calls
