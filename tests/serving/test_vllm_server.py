@@ -247,6 +247,22 @@ def test_every_route_but_health_wants_a_key_and_none_lets_a_client_choose_its_pl
                          ("POST", "/invocations"), ("GET", "/docs"), ("GET", "/v1/models")):  # fmt: skip
         assert httpx.request(method, url + path).status_code == 401, path
     assert httpx.get(f"{url}/health").status_code == 200
+    huge = [
+        "curl",
+        "-s",
+        "-m",
+        "60",
+        "-w",
+        "%{http_code}",
+        "-o",
+        tmp_path / "answer",
+        "-d",
+        "x",
+        "-H",
+        f"content-length: {1 << 40}",
+    ]
+    huge += ["-H", "authorization: Bearer alpha", f"{url}/v1/messages"]
+    assert subprocess.run(huge, capture_output=True, timeout=90, check=False).stdout == b"413"
     target = tmp_path / "mine.safetensors"
     secret = {"hidden_states_path": str(target), "layertap_id": "somebody", "layertap_front": "x"}
     asked = {"model": "tiny", "max_tokens": 1, "kv_transfer_params": secret}

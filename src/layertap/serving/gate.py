@@ -28,6 +28,26 @@ class Counter(Protocol):
         """One more answer."""
 
 
+def too_large(max_body_bytes: int) -> ApiError:
+    """The answer to a body over the limit."""
+    return ApiError(
+        413,
+        f"the body is larger than {max_body_bytes} bytes, the server's --max-body-bytes; send fewer prompts at once",
+        code="body_too_large",
+    )
+
+
+def check_length(headers: Headers, max_body_bytes: int) -> None:
+    """Refuse a body that says itself that it is over the limit.
+
+    Raises:
+        ApiError: it is.
+    """
+    length = headers.get("content-length", "0")
+    if length.isascii() and length.isdigit() and int(length[:20]) > max_body_bytes:
+        raise too_large(max_body_bytes)
+
+
 class Gate:
     """Wraps an ASGI app.
 
@@ -78,9 +98,7 @@ class Gate:
                     code="invalid_api_key",
                     headers={"www-authenticate": 'Basic realm="layertap", charset="UTF-8"'},
                 )
-            length = headers.get("content-length", "0")
-            if length.isascii() and length.isdigit() and int(length[:20]) > self._max_body_bytes:
-                raise self._too_large()
+            check_length(headers, self._max_body_bytes)
         except ApiError as exc:
             await exc.response()(scope, receive, send)
             return
@@ -96,7 +114,7 @@ class Gate:
             await self._app(scope, self._limited(receive), watched)
         except _TooLarge:
             if not started:
-                await self._too_large().response()(scope, receive, send)
+                await too_large(self._max_body_bytes).response()(scope, receive, send)
 
     def _limited(self, receive: Receive) -> Receive:
         taken = 0
@@ -111,13 +129,6 @@ class Gate:
             return message
 
         return limited
-
-    def _too_large(self) -> ApiError:
-        return ApiError(
-            413,
-            f"the body is larger than {self._max_body_bytes} bytes, the server's --max-body-bytes; send fewer prompts at once",
-            code="body_too_large",
-        )
 
 
 class _TooLarge(BaseException):

@@ -18,7 +18,7 @@ from layertap.capture.options import StoreOptions
 from layertap.serving.answers import Handles
 from layertap.serving.api_errors import ApiError
 from layertap.serving.files_app import build_files_app
-from layertap.serving.gate import OPEN_PATHS
+from layertap.serving.gate import OPEN_PATHS, check_length, too_large
 from layertap.serving.identity import ApiKeys
 from layertap.serving.reaper import Reaper
 from layertap.serving.vllm_admission import Admitted, RequestDesk
@@ -96,6 +96,7 @@ class HiddenStatesMiddleware:
                 raise ApiError(
                     401, "no API key, or a wrong one: send it as 'Authorization: Bearer KEY'", code="invalid_api_key"
                 )
+            check_length(Headers(scope=scope), self._config.max_body_bytes)
             if mine:
                 scope.setdefault("state", {})["caller"] = caller
                 await self._files(scope, receive, send)
@@ -127,11 +128,7 @@ class HiddenStatesMiddleware:
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             if size > self._config.max_body_bytes:
-                raise ApiError(
-                    413,
-                    f"the body is larger than {self._config.max_body_bytes} bytes, the server's limit; send fewer prompts at once",
-                    code="body_too_large",
-                )
+                raise too_large(self._config.max_body_bytes)
             if not message.get("more_body"):
                 return b"".join(parts)
 
