@@ -2,9 +2,9 @@
 
     python benchmarks/prefixes.py [--model MODEL] [--device cuda] [--scale 1.0]
 
-Two inputs of random tokens: `groups`, 8 answers of 50 to 250 tokens to each of 24 prompts of 300 (GRPO), all behind a system prompt
-of 100; and `system`, 192 chats of 50 to 200 tokens behind one system prompt of 300. Without --model a random Llama (6 blocks of
-384) runs. The last line is JSON.
+Two inputs of random tokens: `groups`, 8 answers of 50 to 250 tokens to each of 12 prompts of 300 (GRPO), all behind a system prompt
+of 100; and `system`, 96 chats of 50 to 200 tokens behind one system prompt of 300. Without --model a random Llama (4 blocks of
+256) runs. The last line is JSON.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def tiny_model(folder):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=2000, hidden_size=384, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=6
+        vocab_size=2000, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return str(folder)
@@ -37,10 +37,10 @@ def inputs(scale):
         return [draw.randrange(100, 2000) for _ in range(round(count * scale))]
 
     system = tokens(100)
-    groups = [system + tokens(300) for _ in range(24)]
+    groups = [system + tokens(300) for _ in range(12)]
     yield "groups", [prompt + tokens(draw.randint(50, 250)) for prompt in groups for _ in range(8)]
     system = tokens(300)
-    yield "system", [system + tokens(draw.randint(50, 200)) for _ in range(192)]
+    yield "system", [system + tokens(draw.randint(50, 200)) for _ in range(96)]
 
 
 def main():
