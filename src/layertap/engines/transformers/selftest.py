@@ -263,10 +263,10 @@ def _shares(passes: Passes, sequences: Sequence[Sequence[int]], layers: Sequence
     """Whether sequences of a common trunk, with branches of branches, give the rows that they give alone."""
     short, trunk, shorter, branch = sequences
     family = [[*trunk, *short], [*trunk, *branch], [*trunk, *branch[:4], *shorter]]
-    truth = _alone(passes, family, layers)
     tree = Tree.of(family)
-    rows = torch.zeros(tree.num_rows, *truth[0].shape[1:], dtype=truth[0].dtype, device=passes.device)
     try:
+        truth = _alone(passes, family, layers)
+        rows = torch.zeros(tree.num_rows, *truth[0].shape[1:], dtype=truth[0].dtype, device=passes.device)
         passes.run("shared", family, tree.own, layers, rows)
     except Exception as exc:  # noqa: BLE001 - as in `_compare`
         logger.info("common beginnings are computed for each sequence: %s: %s", type(exc).__name__, exc)
