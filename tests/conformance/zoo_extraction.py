@@ -21,6 +21,7 @@ from layertap.engines.base import ExtractJob
 from layertap.engines.transformers.engine import TransformersEngine
 from layertap.engines.transformers.packing import Way
 from layertap.engines.transformers.passes import Passes
+from layertap.engines.transformers.trees import Tree
 from layertap.errors import UnsupportedModelError
 from layertap.testing import oracle, zoo
 from layertap.writing.recorder import Recorder
@@ -92,6 +93,23 @@ def by_other_ways(
         rows = torch.full((sum(lengths), weights.num_layers + 1, weights.layout.hidden_size), float("nan"))
         passes.run(way, [sequences[i] for i in group], [range(n) for n in lengths], range(weights.num_layers + 1), rows)
         yield list(rows.split(lengths)), [truth[i] for i in group]
+    if routes.shared:
+        yield shared_and_alone(passes, sequences)
+
+
+def shared_and_alone(passes: Passes, sequences: list[list[int]]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The rows of sequences that begin alike, run with their beginning once, and each on its own."""
+    trunk, other, third = sequences[1], sequences[5], sequences[4]
+    family = sorted([trunk, trunk[:20] + other[:12], trunk[:26] + third[:6]])
+    tree, layers = Tree.of(family), range(len(passes.layout.blocks_of(passes.model)) + 1)
+    assert tree.num_rows < sum(map(len, family))
+    hidden = passes.layout.hidden_size
+    rows = torch.full((tree.num_rows, len(layers), hidden), float("nan"))
+    passes.run("shared", family, tree.own, layers, rows)
+    alone = [torch.full((len(one), len(layers), hidden), float("nan")) for one in family]
+    for one, into in zip(family, alone, strict=True):
+        passes.run("alone", [one], [range(len(one))], layers, into)
+    return [torch.cat([rows[begin:end] for begin, end in spans]) for spans in tree.rows], alone
 
 
 def worst_error(rows: list[torch.Tensor], truth: list[torch.Tensor]) -> float:
