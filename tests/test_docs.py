@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-RUN, SHOWN = {"python", "console"}, {"text", "json", "sh", "toml", "yaml"}
+RUN, SHOWN = {"python", "console"}, {"text", "json", "sh", "toml", "yaml", "py"}  # py: with vLLM, by its own tests
 MODELS = {"HuggingFaceTB/SmolLM2-135M-Instruct": "llama", "Qwen/Qwen3-8B": "qwen3"}
 
 

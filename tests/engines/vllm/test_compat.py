@@ -26,7 +26,7 @@ def make_config(checkpoint_folder):
             max_model_len=256,
             enforce_eager=True,
             seed=0,
-            kv_transfer_config=KVTransferConfig(**connector),
+            kv_transfer_config=None if connector is None else KVTransferConfig(**connector),
             **options,
         ).create_engine_config()
 
@@ -41,8 +41,20 @@ def start(config):
     return HiddenStatesConnector(config, KVConnectorRole.SCHEDULER)
 
 
+def choose_executor(config):
+    """A step of the front end: nothing is loaded, no process started yet. (vLLM takes it when it makes a configuration, too.)"""
+    from vllm.v1.executor.abstract import Executor
+
+    from layertap.engines.vllm.activate import activate
+
+    activate()
+    return Executor.get_class(config)
+
+
 def test_what_can_be_run_is_taken(make_config):
-    assert start(make_config())._desk.configured.layers == (1,)
+    config = make_config()
+    choose_executor(config)
+    assert start(config)._desk.configured.layers == (1,)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +68,7 @@ def test_a_configuration_that_cant_be_supported_is_refused_with_one_sentence(mak
     from layertap.errors import EngineError
 
     with pytest.raises(EngineError, match=f"^hidden states can't be taken with {message}"):
-        start(make_config(**options))
+        choose_executor(make_config(**options))
 
 
 @pytest.mark.parametrize(
@@ -73,8 +85,49 @@ def test_parallelism_that_splits_a_batch_is_refused(make_config, name, value, me
     config = make_config()
     # the CPU build takes it back, or refuses it itself: put it where a GPU's configuration has it
     setattr(config.parallel_config, name, value)
-    with pytest.raises(EngineError, match=f"^hidden states can't be taken with {message}"):
-        start(config)
+    for step in (choose_executor, start):
+        with pytest.raises(EngineError, match=f"^hidden states can't be taken with {message}"):
+            step(config)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"layers": [9]}, "layer 9 doesn't exist"),
+        ({"layer": [1]}, "did you mean 'layers'"),
+        ({"layers": [1], "prefix_rows_bytes": 100}, "don't hold one block's rows"),
+    ],
+)
+def test_bad_options_of_the_server_are_refused_before_anything_is_loaded(make_config, extra, message):
+    with pytest.raises(ValueError, match=message):  # vLLM wraps it where its configuration is made
+        choose_executor(make_config({**CONNECTOR, "kv_connector_extra_config": extra}))
+
+
+def test_another_version_is_refused_before_anything_is_loaded(make_config, monkeypatch):
+    from layertap.engines.vllm import compat
+    from layertap.errors import EngineError
+
+    config = make_config()
+    monkeypatch.setattr(compat, "version", lambda: "0.34.1")
+    with pytest.raises(EngineError, match=r"0\.26 up to, not including, 0\.33; found 0\.34\.1"):
+        choose_executor(config)
+    choose_executor(make_config(None))  # which is no concern of ours where the connector isn't configured
+
+
+@pytest.mark.parametrize(("found", "refused"), [("0.26.0", True), ("0.27.1", False), ("0.32.0", False)])
+def test_prefix_hits_without_rows_are_refused_where_they_cant_be_prevented(monkeypatch, found, refused):
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+
+    from layertap.engines.vllm import compat
+    from layertap.errors import EngineError
+
+    monkeypatch.setattr(compat, "version", lambda: found)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(is_hybrid=True), cache_config=SimpleNamespace(enable_prefix_caching=True)
+    )
+    with pytest.raises(EngineError, match="turn prefix caching off") if refused else nullcontext():
+        compat.check_shared_prefix_cache(config)
 
 
 def test_a_replica_is_named_also_where_vllm_calls_each_rank_0(make_config):
@@ -82,6 +135,8 @@ def test_a_replica_is_named_also_where_vllm_calls_each_rank_0(make_config):
 
     config = make_config()
     assert compat.replica(config) == 0
+    if not hasattr(config.parallel_config, "reconfigure_for_independent_dp_rank"):
+        pytest.skip("this vLLM doesn't renumber ranks")
     # what vLLM does in each engine process of a model without experts
     config.parallel_config.data_parallel_index = 1
     config.parallel_config.reconfigure_for_independent_dp_rank()

@@ -196,6 +196,39 @@ def test_both_engines_write_the_same_files_for_the_same_requests(llm, checkpoint
         assert (folder / "tags" / "same.json").exists()
 
 
+def test_where_nothing_is_taken_by_default_both_engines_take_what_asks_for_it(llm, checkpoint, tmp_path, monkeypatch):
+    asked = [None, {}, {"layers": [1]}, {"capture": False}, {"capture": True, "layers": [3, 1]}]
+    params = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=3,
+            ignore_eos=True,
+            extra_args=None if options is None else {"kv_transfer_params": options},
+        )
+        for options in asked
+    ]
+    front = llm._front
+    monkeypatch.setattr(front, "options", replace(front.options, capture_by_default=False))
+    theirs = llm.generate(prompts([14] * len(asked), seed=12), params, use_tqdm=False)
+    config = {
+        "kv_connector": "HiddenStatesConnector",
+        "kv_connector_extra_config": {
+            "layers": "all", "shared_storage_path": str(tmp_path), "capture_by_default": False
+        },
+    }  # fmt: skip
+    with LLM(checkpoint, kv_transfer_config=config, dtype="float32") as embedded:
+        ours = embedded.generate(prompts([14] * len(asked), seed=12), params, use_tqdm=False)
+    for outputs in (ours, theirs):
+        assert [output.kv_transfer_params is None for output in outputs] == [True] * 4 + [False]
+    mine, other = (
+        load_hidden_states(outputs[-1].kv_transfer_params["hidden_states_path"], timeout=30)
+        for outputs in (ours, theirs)
+    )
+    assert torch.equal(mine["token_ids"], other["token_ids"])
+    torch.testing.assert_close(mine["hidden_states"], other["hidden_states"], rtol=1e-4, atol=1e-4)
+    assert mine["hidden_states"].shape[1] == 2
+
+
 def test_structured_output_and_adapters_go_through_to_vllm(llm, model, checkpoint, tmp_path):
     from vllm import SamplingParams as VllmSamplingParams
     from vllm.lora.request import LoRARequest

@@ -7,7 +7,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from layertap.engines.vllm.collector import Collector
 from layertap.engines.vllm.metrics import HiddenStatesProm, HiddenStatesStats, Reporter
-from layertap.engines.vllm.writer import counts_of
 from layertap.errors import EngineError
 
 
@@ -56,9 +55,9 @@ def test_what_the_recorder_counts_arrives_by_reason(metrics, tmp_path):
             capture.result.result(30)
     collector = Collector(recorder, (0,), torch.float32)
     collector.close()
-    report = reporter.report({**counts_of(collector), "device_bytes": 12.0})
+    report = reporter.report({**collector.counts(), "device_bytes": 12.0})
     prom.observe(report.data, 1)
-    assert reporter.report({**counts_of(collector), "device_bytes": 12.0}) is None
+    assert reporter.report({**collector.counts(), "device_bytes": 12.0}) is None
     found = {
         reason: value("layertap:failures_total", "1", reason=reason)
         for reason in ("aborted", "disk", "engine", "exists", "rows", "other")

@@ -4,9 +4,10 @@
   compiles or captures anything;
 - `VllmConfig.compute_hash`: a compile cache that was made without the tap, or with taps elsewhere, must not be used;
 - `Executor.get_class`, the first stop of a finished configuration: vLLM's documented `extract_hidden_states` configuration gives
-  the layers and is then dropped, so that its dummy draft model isn't run;
-- `EngineCore.__init__`: with any connector vLLM hashes every prompt's blocks, even where prefix caching is off; ours has no use for
-  that;
+  the layers and is then dropped, so that its dummy draft model isn't run; what can't be had is refused before anything is loaded;
+- `Executor.__init__`: the same where the configuration was made for the workers of one more machine only;
+- `EngineCore.__init__`: with any connector vLLM hashes every prompt's blocks, even where prefix caching is off, and before 0.28 it
+  looks state-space models' prefixes up for one that loads what is missing; ours has no use for either;
 - `KVCacheManager.get_computed_blocks` and `.reset_prefix_cache`: with `prefix_rows_bytes` a capturing request reads only those
   cached blocks whose rows are on the host (`prefix_cache`);
 - `InputProcessor.process_inputs`: a bad option is refused in the front end, before anything is generated.
@@ -98,21 +99,35 @@ def _patch_hash() -> None:
 def _patch_executor() -> None:
     from vllm.v1.executor.abstract import Executor
 
-    original = Executor.get_class
+    choose, start = Executor.get_class, Executor.__init__
 
-    @functools.wraps(original)
+    @functools.wraps(choose)
     def get_class(vllm_config: Any) -> Any:
-        from layertap.engines.vllm.configured import prepare
+        _prepare(vllm_config)
+        return choose(vllm_config)
 
-        prepare(vllm_config)
-        return original(vllm_config)
+    @functools.wraps(start)
+    def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        _prepare(vllm_config)
+        start(self, vllm_config, *args, **kwargs)
 
     Executor.get_class = staticmethod(get_class)
+    Executor.__init__ = init
+
+
+def _prepare(vllm_config: Any) -> None:
+    from layertap.engines.vllm import prefix_cache
+    from layertap.engines.vllm.configured import prepare
+
+    found = prepare(vllm_config)
+    if found is not None:
+        prefix_cache.check(vllm_config, found)
 
 
 def _patch_core() -> None:
     from vllm.v1.engine.core import EngineCore
 
+    from layertap.engines.vllm import compat
     from layertap.engines.vllm.plugin import CONNECTOR
 
     original = EngineCore.__init__
@@ -122,7 +137,10 @@ def _patch_core() -> None:
         original(self, *args, **kwargs)
         config = self.vllm_config
         connector = getattr(config.kv_transfer_config, "kv_connector", None)
-        if connector == CONNECTOR and not config.cache_config.enable_prefix_caching:
+        if connector != CONNECTOR:
+            return
+        compat.look_up_as_without_connector(self.scheduler)
+        if not config.cache_config.enable_prefix_caching:
             self.request_block_hasher = None
 
     EngineCore.__init__ = init

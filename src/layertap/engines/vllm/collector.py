@@ -22,6 +22,7 @@ from layertap.writing.recorder import Capture, Recorder, describe
 
 logger = logging.getLogger(__name__)
 
+FAILURES = "failures"
 _ADMISSION_THREADS = 4
 
 
@@ -55,6 +56,20 @@ class Collector(Unpacker):
         self._admissions = ThreadPoolExecutor(_ADMISSION_THREADS, thread_name_prefix="layertap-admit")
         self._fresh: list[Future[Capture]] = []
         super().__init__(taps, dtype, gather if num_stages == 1 else None)
+
+    def counts(self) -> dict[str, float]:
+        """The recorder's numbers."""
+        recorder = self.recorder
+        return {
+            **super().counts(),
+            "rows": recorder.counts.rows,
+            "bytes": recorder.counts.num_bytes,
+            "files": recorder.counts.published,
+            "quarantined": recorder.counts.quarantined,
+            "waited_seconds": recorder.budget.waited_seconds,
+            "in_flight_bytes": recorder.budget.in_flight_bytes,
+            **{f"{FAILURES}.{kind}": count for kind, count in list(recorder.counts.failures.items())},
+        }
 
     def order(self, order: Order) -> None:
         """Begin a capture; its reservation runs beside the forward."""

@@ -1,6 +1,7 @@
 """Everything that depends on vLLM's version: the tried range, and where the two model runners keep a step's batch.
 
-The only module of the engine that reaches into private attributes of vLLM's runners. Tried with 0.26.0 (CUDA) and 0.32.0 (CPU).
+The only module of the engine that reaches into private attributes of vLLM's runners. Tried with 0.26.0 (CUDA, CPU), and with
+0.27.1, 0.29.0 and 0.32.0 (CPU).
 """
 
 import re
@@ -46,15 +47,18 @@ def version() -> str:
     return str(vllm.__version__)
 
 
+def _numbers() -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", version())
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
 def check_version() -> None:
     """Refuse a vLLM outside of the tried range.
 
     Raises:
         EngineError: it says which versions are right.
     """
-    found = re.match(r"(\d+)\.(\d+)", version())
-    numbers = (int(found[1]), int(found[2])) if found else None
-    if numbers is None or not FIRST_VERSION <= numbers < BELOW_VERSION:
+    if not FIRST_VERSION <= _numbers() < BELOW_VERSION:
         raise EngineError(
             f"layertap works with vLLM {'.'.join(map(str, FIRST_VERSION))} up to, not including, "
             f"{'.'.join(map(str, BELOW_VERSION))}; found {version()}. Install another vLLM, or a newer layertap"
@@ -90,19 +94,33 @@ def replica(config: Any) -> int:
     return int(config.parallel_config.data_parallel_index)
 
 
-def check_prefix_reads(config: Any) -> None:
-    """Refuse a vLLM that reads a state-space model's prefix cache past the KV cache manager when there is a connector.
+def check_shared_prefix_cache(config: Any) -> None:
+    """Refuse what would leave every prefix hit without rows: vLLM 0.26's lookup for state-space models, inside MultiConnector.
 
     Raises:
         EngineError: it says so.
     """
+    if _numbers() < (0, 27) and config.model_config.is_hybrid and config.cache_config.enable_prefix_caching:
+        raise EngineError(
+            f"vLLM {version()} reads the prefix cache of models with state-space layers for every request when there is a "
+            "connector; inside MultiConnector that can't be prevented: turn prefix caching off, or take a newer vLLM"
+        )
+
+
+def look_up_as_without_connector(scheduler: Any) -> None:
+    """Make the scheduler look prefixes up as it does where there is no connector.
+
+    vLLM 0.26 and 0.27 look a model with state-space layers up another way, for connectors that load what is missing: 0.26 then
+    counts as computed what no group but the longest has, and asks nobody whether the request may read at all.
+    """
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-    if config.model_config.is_hybrid and not hasattr(KVConnectorBase_V1, "supports_divergent_local_hybrid_hits"):
-        raise EngineError(
-            f"kv_connector_extra_config.prefix_rows_bytes: vLLM {version()} reads the prefix cache of models with state-space "
-            "layers in a way that can't be limited; a newer vLLM doesn't"
-        )
+    if hasattr(KVConnectorBase_V1, "supports_divergent_local_hybrid_hits"):  # there it is the connector's choice
+        return
+    manager = scheduler.kv_cache_manager
+    scheduler.has_mamba_layers = False  # 0.26; nothing else reads it after the start
+    if hasattr(manager, "get_computed_blocks_for_connector"):  # 0.27
+        manager.get_computed_blocks_for_connector = lambda request: (*manager.get_computed_blocks(request), False)
 
 
 def hash_block_size(manager: Any) -> int:
@@ -110,17 +128,17 @@ def hash_block_size(manager: Any) -> int:
     return int(manager.block_pool.hash_block_size)
 
 
-def limited_lookup(manager: Any, request: Any, lookup: Callable[[Any, Any], Any], limit: int | None) -> Any:
+def limited_lookup(manager: Any, lookup: Callable[[], Any], limit: int | None) -> Any:
     """What `KVCacheManager.get_computed_blocks` finds among a request's first `limit` tokens (None: among all)."""
     if limit is None:
-        return lookup(manager, request)
+        return lookup()
     if limit < hash_block_size(manager):
         return manager.empty_kv_cache_blocks, 0, 0
     coordinator = manager.coordinator
     find = coordinator.find_longest_cache_hit
     coordinator.find_longest_cache_hit = lambda hashes, longest: find(hashes, min(longest, limit))
     try:
-        return lookup(manager, request)
+        return lookup()
     finally:
         del coordinator.find_longest_cache_hit
 

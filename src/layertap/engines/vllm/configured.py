@@ -80,13 +80,22 @@ def configured(config: Any) -> Configured | None:
     )
 
 
-def prepare(config: Any) -> None:
-    """Make vLLM's finished configuration ready for the engine's processes; called before they start."""
+def prepare(config: Any) -> Configured | None:
+    """Make vLLM's finished configuration ready for the engine's processes; called before they start.
+
+    Raises:
+        OptionError, EngineError: what can't be had, said before anything is loaded.
+    """
+    if extra_config(config.kv_transfer_config) is None:
+        return None
+    compat.check_version()
+    compat.check_config(config)
     drop_extraction(config)
     if getattr(config.kv_transfer_config, "kv_connector", None) == _MULTI:
         own = _own_part(config.kv_transfer_config)
         if own is not None:
             own[_SHARED_KEY] = True
+    return configured(config)
 
 
 def _own_part(kv_transfer_config: Any) -> dict[str, Any] | None:

@@ -55,7 +55,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         compat.check_config(vllm_config)
         found = configured(vllm_config)
         assert found is not None
-        self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
+        self._engine_id = worker.engine_of(vllm_config)
         self._desk: OrderDesk | None = None
         self._plan: PrefixPlan | None = None
         if role == KVConnectorRole.SCHEDULER:

@@ -35,12 +35,14 @@ def make_plan(config: Any, found: Configured) -> PrefixPlan | None:
 
 
 def check(config: Any, found: Configured) -> None:
-    """Refuse the option where it can't be honoured.
+    """Refuse the option where it can't be honoured, and a prefix cache whose hits would have no rows.
 
     Raises:
         OptionError: a limit that is too small or larger than the machine's memory.
         EngineError: vLLM's configuration leaves no room for it.
     """
+    if found.shared:
+        compat.check_shared_prefix_cache(config)
     limit = found.options.prefix_rows_bytes
     if limit is None:
         return
@@ -56,7 +58,6 @@ def check(config: Any, found: Configured) -> None:
         raise EngineError(
             f"{_NAME}: not inside MultiConnector: another connector may load KV for tokens whose rows aren't there"
         )
-    compat.check_prefix_reads(config)
 
 
 def attach(plan: PrefixPlan, request: Any) -> None:
@@ -71,11 +72,10 @@ def patch() -> None:
     lookup, reset = KVCacheManager.get_computed_blocks, KVCacheManager.reset_prefix_cache
 
     @functools.wraps(lookup)
-    def get_computed_blocks(self: Any, request: Any) -> Any:
+    def get_computed_blocks(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         plan: PrefixPlan | None = getattr(request, _PLAN, None)
-        if plan is None:
-            return lookup(self, request)
-        return compat.limited_lookup(self, request, lookup, _readable(plan, self, request))
+        find = functools.partial(lookup, self, request, *args, **kwargs)
+        return find() if plan is None else compat.limited_lookup(self, find, _readable(plan, self, request))
 
     @functools.wraps(reset)
     def reset_prefix_cache(self: Any) -> bool:

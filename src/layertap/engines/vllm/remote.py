@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from layertap.engines.vllm.collector import FAILURES
 from layertap.engines.vllm.messages import Finish, Order, PrefixNews
 from layertap.engines.vllm.shared import SharedCells
 from layertap.engines.vllm.tap import Step
-from layertap.engines.vllm.writer import FAILURES, WriterSetup
+from layertap.engines.vllm.writer import WriterSetup
 from layertap.files.publish import write_error
 from layertap.writing.recorder import describe
 

@@ -114,6 +114,10 @@ class Unpacker:
         running = Running(order, layer_runs(order.spec.layers, self._taps))
         self._queue(lambda: self._running.__setitem__(order.request_id, running))
 
+    def counts(self) -> dict[str, float]:
+        """For metrics, by the names of `metrics`; a pipeline stage that doesn't publish says only what it lost."""
+        return {"prefix_lost": self.prefix_lost}
+
     def wait_for_admissions(self, timeout_seconds: float) -> None:
         """Wait until readers may learn the paths of the requests ordered so far."""
 

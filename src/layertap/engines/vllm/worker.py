@@ -23,7 +23,7 @@ from layertap.engines.vllm.rowmap import Want
 from layertap.engines.vllm.stages import Address, StageReceiver, StageSender, connect_stages
 from layertap.engines.vllm.tap import Entries, Tap
 from layertap.engines.vllm.unpack import GatherRoom, Unpacker, want_of
-from layertap.engines.vllm.writer import WriterSetup, counts_of, make_recorder
+from layertap.engines.vllm.writer import WriterSetup, make_recorder
 from layertap.errors import EngineError, UnsupportedModelError
 from layertap.writing.recorder import describe
 
@@ -32,23 +32,23 @@ logger = logging.getLogger(__name__)
 WRITER_ENV = "LAYERTAP_VLLM_WRITER"
 """Where rows are hashed and written: "process", "thread" (of the engine's process), or "auto": a process where there is a GPU."""
 
+_ENGINE = "_layertap_engine_id"
 _PROBE_TOKENS = 8
 _ADMISSION_SECONDS = 1.0
 _OUTSIDE_MARGIN_BYTES = 2 << 30
 
-_local_taps: dict[str, "WorkerTap"] = {}
-_taps: dict[str, "WorkerTap"] = {}
-_installed: set[str] = set()
+_taps: dict[str, "WorkerTap | None"] = {}
+"""Of the engines whose workers live in this process; None where another rank delivers the rows."""
 
 
 def local_tap(engine_id: str) -> "WorkerTap | None":
     """The tap of an engine whose only worker lives in this process."""
-    return _local_taps.get(engine_id)
+    tap = _taps.get(engine_id)
+    return tap if tap is not None and tap.is_alone else None
 
 
 def close_tap(engine_id: str) -> None:
     """End an engine's tap in this process."""
-    _local_taps.pop(engine_id, None)
     tap = _taps.pop(engine_id, None)
     if tap is not None:
         tap.close()
@@ -60,9 +60,17 @@ def tap_counts(engine_id: str) -> dict[str, float] | None:
     return None if tap is None else tap.counts()
 
 
+def engine_of(config: Any) -> str:
+    """The id under which the engine of this configuration has its tap in this process.
+
+    Behind the installation vLLM gives the workers of further machines the first one's id.
+    """
+    return str(getattr(config, _ENGINE, config.kv_transfer_config.engine_id))
+
+
 def is_installed(config: Any) -> bool:
     """Whether the tap was installed for the engine of this configuration in this process."""
-    return str(config.kv_transfer_config.engine_id) in _installed
+    return engine_of(config) in _taps
 
 
 def watch_load(worker: Any) -> None:
@@ -101,8 +109,9 @@ def install(worker: Any, found: Configured) -> None:
     pp, tp = get_pp_group(), get_tp_group()
     with set_current_vllm_config(config):
         rule, entries = _decide(runner, model, blocks, found, name, pp)
-    engine_id = str(config.kv_transfer_config.engine_id)
-    _installed.add(engine_id)
+    engine_id = engine_of(config)
+    setattr(config, _ENGINE, engine_id)
+    _taps[engine_id] = None
     if tp.rank_in_group != 0:  # the stream is the same on every rank
         return
     taps = tuple(layer for layer in sorted(found.layers) if (layer - 1 in blocks.local if layer else 0 in blocks.local))
@@ -121,11 +130,9 @@ def install(worker: Any, found: Configured) -> None:
     slack = 0
     if config.speculative_config is not None:
         slack = 2 * (int(config.speculative_config.num_speculative_tokens or 0) + 1)
-    worker_tap = WorkerTap(tap, unpacker, taps, slack)
+    worker_tap = WorkerTap(tap, unpacker, taps, slack, is_alone=config.parallel_config.world_size == 1)
     worker_tap.wrap(runner)
     _taps[engine_id] = worker_tap
-    if config.parallel_config.world_size == 1:
-        _local_taps[engine_id] = worker_tap
     atexit.register(close_tap, engine_id)
     logger.info("layertap: taps %s of %s, stream = %s", list(taps), name, "h + r" if rule == "sum" else "h")
 
@@ -216,9 +223,16 @@ def _wants_process(tap: Tap) -> bool:
 
 
 class WorkerTap:
-    """Runs the tap around the steps of one runner."""
+    """Runs the tap around the steps of one runner.
 
-    def __init__(self, tap: Tap, unpacker: Unpacker | RemoteCollector, taps: tuple[int, ...], slack: int) -> None:
+    Attributes:
+        is_alone: it is its engine's only worker.
+    """
+
+    def __init__(
+        self, tap: Tap, unpacker: Unpacker | RemoteCollector, taps: tuple[int, ...], slack: int, *, is_alone: bool
+    ) -> None:
+        self.is_alone = is_alone
         self.tap = tap
         self.unpacker = unpacker
         self._taps = taps
@@ -244,14 +258,8 @@ class WorkerTap:
                 self.unpacker.finish(item)
 
     def counts(self) -> dict[str, float]:
-        """For metrics; a pipeline stage that doesn't publish says only what it lost."""
-        if isinstance(self.unpacker, RemoteCollector):
-            counts = self.unpacker.counts()
-        elif isinstance(self.unpacker, Collector):
-            counts = counts_of(self.unpacker)
-        else:
-            return {"prefix_lost": self.unpacker.prefix_lost}
-        return {**counts, "device_bytes": self.tap.counts.bytes_copied}
+        """For metrics."""
+        return {**self.unpacker.counts(), "device_bytes": self.tap.counts.bytes_copied}
 
     def close(self) -> None:
         """Publish what is finished, fail what isn't. Never raises."""

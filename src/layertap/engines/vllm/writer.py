@@ -32,7 +32,6 @@ from layertap.writing.shipping import is_object_store
 
 logger = logging.getLogger(__name__)
 
-FAILURES = "failures"
 _REPORT_SECONDS = 1.0
 _TORCH_THREADS = 2
 _SWITCH_SECONDS = 0.0005
@@ -69,21 +68,6 @@ def make_recorder(setup: WriterSetup) -> Recorder:
     if is_object_store(setup.options.handover):
         recorder.ship_to(setup.options.handover)
     return recorder
-
-
-def counts_of(collector: Collector) -> dict[str, float]:
-    """The recorder's numbers, by the names of `metrics`."""
-    recorder = collector.recorder
-    return {
-        "prefix_lost": collector.prefix_lost,
-        "rows": recorder.counts.rows,
-        "bytes": recorder.counts.num_bytes,
-        "files": recorder.counts.published,
-        "quarantined": recorder.counts.quarantined,
-        "waited_seconds": recorder.budget.waited_seconds,
-        "in_flight_bytes": recorder.budget.in_flight_bytes,
-        **{f"{FAILURES}.{kind}": count for kind, count in list(recorder.counts.failures.items())},
-    }
 
 
 class Writer:
@@ -152,7 +136,7 @@ class Writer:
                 number,
                 [Chunk(*chunk) for chunk in chunks],
                 self._ring.array[first:stop],
-                lambda: self._send(("free", (key, counts_of(self._collector)))),
+                lambda: self._send(("free", (key, self._collector.counts()))),
                 torch.from_numpy(np.asarray(facts)),
                 first,
                 self._ring.stamps[first:stop],
@@ -169,7 +153,7 @@ class Writer:
             self._tell_counts()
 
     def _tell_counts(self) -> None:
-        counts = counts_of(self._collector)
+        counts = self._collector.counts()
         if counts != self._told:
             self._told = counts
             self._send(("counts", counts))
