@@ -7,15 +7,17 @@ the p99 of the hand-over: from the answer in the client to verified rows in the 
 
 A last round has readers that take ten times as long as the server needs: nothing may grow but the number of files.
 
-With --slow-readers only this: 64 readers that together take less than the engine makes (each 160 KiB/s of files of 0.3 MiB, by
-HTTP, none deleted), a store of 32 MiB and at most 1 MiB of rows in memory. Every half second it looks at what the server holds:
-rows in memory, bytes in the store, its own memory. What doesn't fit is a 507 before anything is generated, and is asked again.
+With --slow-readers only this: 16 clients ask as fast as they are answered, and 4 readers take the files (0.3 MiB each, by HTTP,
+none deleted) at 160 KiB/s each, in a store of 16 MiB and with at most 1 MiB of rows in memory. Every half second it looks at what
+the server holds: rows in memory, bytes in the store, its own memory. What doesn't fit is a 507 before anything is generated, and is
+asked again.
 
 Run as: python benchmarks/serving.py [--seconds 10] [--clients 1,8,64,256] [--slow-readers]
 """
 
 import argparse
 import asyncio
+import collections
 import json
 import os
 import platform
@@ -112,7 +114,7 @@ async def measure(url, pid, num_clients, seconds, local, pause=0.0):
     }
 
 
-SLOW_STORE_BYTES, SLOW_ROWS_BYTES, SLOW_READERS = 32 << 20, 1 << 20, 64
+SLOW_STORE_BYTES, SLOW_ROWS_BYTES, SLOW_READERS, ASKING = 16 << 20, 1 << 20, 4, 16
 SLOW_BODY = {
     "prompt": list(range(8, 208)),
     "max_tokens": 40,
@@ -121,7 +123,7 @@ SLOW_BODY = {
 }
 
 
-async def slow_reader(client, http, until, counts):
+async def ask(client, until, counts, made):
     while time.monotonic() < until:
         try:
             answer = await client.complete(**SLOW_BODY)
@@ -132,14 +134,20 @@ async def slow_reader(client, http, until, counts):
             await asyncio.sleep(0.2)
             continue
         counts["answered"] += 1
-        size = 0
-        async with http.stream("GET", f"/v1/hidden_states/{answer['id']}", params={"wait": 30}) as file:
+        made.append(answer["id"])
+
+
+async def read_slowly(http, until, counts, made):
+    while time.monotonic() < until:
+        if not made:
+            await asyncio.sleep(0.05)
+            continue
+        async with http.stream("GET", f"/v1/hidden_states/{made.popleft()}", params={"wait": 30}) as file:
             counts["gone"] += file.status_code != 200
             async for chunk in file.aiter_raw(16 << 10):
-                size += len(chunk)
+                counts["read_bytes"] += len(chunk)
                 await asyncio.sleep(0.1)
         counts["read"] += 1
-        counts["read_bytes"] += size
 
 
 async def sample(http, pid, until, found):
@@ -161,8 +169,10 @@ async def measure_slow(url, pid, seconds):
     ):
         began = time.monotonic()
         until = began + seconds
-        readers = [slow_reader(client, http, until, counts) for _ in range(SLOW_READERS)]
-        await asyncio.gather(sample(http, pid, until, found), *readers)
+        made = collections.deque()
+        readers = [read_slowly(http, until, counts, made) for _ in range(SLOW_READERS)]
+        asking = [ask(client, until, counts, made) for _ in range(ASKING)]
+        await asyncio.gather(sample(http, pid, until, found), *readers, *asking)
         took = time.monotonic() - began
     third = max(1, len(found) // 3)
     return {
@@ -184,6 +194,7 @@ def slow_readers(seconds):
     """Readers slower than the engine."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
         limits = ["--max-storage-bytes", str(SLOW_STORE_BYTES), "--max-bytes-in-flight", str(SLOW_ROWS_BYTES)]
+        limits += ["--ttl-seconds", "none"]
         process, url = start(zoo.save("llama", Path(folder)), Path(folder) / "store", *limits)
         try:
             print(json.dumps({"benchmark": "slow readers", **asyncio.run(measure_slow(url, process.pid, seconds))}))

@@ -18,10 +18,10 @@ BODY = {"prompt": "rows and rows", "ignore_eos": True, "kv_transfer_params": {"i
 
 
 def asked(url, request, body=b""):
-    """A connection whose answer nobody has read yet, with as little room for it as the kernel gives."""
+    """A connection whose answer nobody has read yet, with little room for it."""
     host, _, port = url.removeprefix("http://").partition(":")
     one = socket.socket()
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
     one.connect((host, int(port)))
     one.sendall(f"{request} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n".encode())
     one.sendall(f"content-length: {len(body)}\r\n\r\n".encode() + body)

@@ -304,7 +304,7 @@ def test_structured_answers_and_tool_calls_have_their_rows(vllm, alpha):
     check(vllm, answer.kv_transfer_params, (answer.prompt_token_ids + answer.choices[0].token_ids)[:-1])
     tools = [{"type": "function", "function": {"name": "decide", "parameters": SCHEMA, "strict": True}}]
     chosen = {"type": "function", "function": {"name": "decide"}}
-    answer = alpha.chat.completions.create(**ask, tools=tools, tool_choice=chosen)
+    answer = alpha.chat.completions.create(**ask | {"max_tokens": 120}, tools=tools, tool_choice=chosen)
     (call,) = answer.choices[0].message.tool_calls
     assert (call.function.name, set(json.loads(call.function.arguments))) == ("decide", {"ok"})
     check(vllm, answer.kv_transfer_params, (answer.prompt_token_ids + answer.choices[0].token_ids)[:-1])
