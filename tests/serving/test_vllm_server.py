@@ -295,12 +295,18 @@ SCHEMA = {
 @needs_vllm
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-def test_structured_answers_have_their_rows(vllm, alpha):
+def test_structured_answers_and_tool_calls_have_their_rows(vllm, alpha):
     ask = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 60,
            "extra_body": {"return_token_ids": True, "kv_transfer_params": {"include_output_tokens": True}}}  # fmt: skip
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     answer = alpha.chat.completions.create(**ask, response_format=wanted)
     assert set(json.loads(answer.choices[0].message.content)) == {"ok"}
+    check(vllm, answer.kv_transfer_params, (answer.prompt_token_ids + answer.choices[0].token_ids)[:-1])
+    tools = [{"type": "function", "function": {"name": "decide", "parameters": SCHEMA, "strict": True}}]
+    chosen = {"type": "function", "function": {"name": "decide"}}
+    answer = alpha.chat.completions.create(**ask | {"max_tokens": 120}, tools=tools, tool_choice=chosen)
+    (call,) = answer.choices[0].message.tool_calls
+    assert (call.function.name, set(json.loads(call.function.arguments))) == ("decide", {"ok"})
     check(vllm, answer.kv_transfer_params, (answer.prompt_token_ids + answer.choices[0].token_ids)[:-1])
 
 
