@@ -8,6 +8,7 @@ What is measured, all on the same prompts and the same weights:
 - `extract`: `llm.extract(layers="eagle3+last", storage=...)`, timed until every file is published.
 - `extract_all`: the same with every layer.
 - `early`: the same with layers 1 to 4; only four blocks run.
+- `nnsight_8`: nnsight, where it is installed: padded as `padded_8`, the layers of `extract` saved, rows in memory.
 
 One round runs each once; the order turns round by round, so that a machine that slows down hurts all alike. Ratios are
 medians of the rounds' own ratios. Rows are checked once against transformers. The last line of stdout is JSON.
@@ -28,7 +29,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,7 @@ import torch
 import transformers
 
 import layertap
+from layertap.capture.layers import resolve_layers
 from layertap.engines.transformers.packing import Item, Packer
 from layertap.engines.transformers.passes import Passes
 
@@ -98,12 +100,28 @@ class Runs:
     def padded_8(self) -> None:
         """transformers, eight at a time."""
         with torch.no_grad():
-            for begin in range(0, len(self.prompts), 8):
-                part = self.prompts[begin : begin + 8]
-                longest = max(map(len, part))
-                ids = torch.tensor([p + [0] * (longest - len(p)) for p in part])
-                mask = torch.tensor([[1] * len(p) + [0] * (longest - len(p)) for p in part])
-                self.body(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False)
+            for inputs in self._padded():
+                self.body(**inputs, output_hidden_states=True, use_cache=False)
+
+    def nnsight_8(self) -> None:
+        """nnsight, eight at a time."""
+        import nnsight
+
+        wanted = [layer - 1 for layer in resolve_layers("eagle3+last", self.num_layers)]
+        traced = nnsight.NNsight(self.body)
+        with torch.no_grad():
+            for inputs in self._padded():
+                with traced.trace(**inputs, use_cache=False):
+                    saved = nnsight.save([traced.layers[index].output for index in wanted])
+                assert len(saved) == len(wanted)
+
+    def _padded(self) -> Iterator[dict[str, torch.Tensor]]:
+        for begin in range(0, len(self.prompts), 8):
+            part = self.prompts[begin : begin + 8]
+            longest = max(map(len, part))
+            ids = torch.tensor([p + [0] * (longest - len(p)) for p in part])
+            mask = torch.tensor([[1] * len(p) + [0] * (longest - len(p)) for p in part])
+            yield {"input_ids": ids, "attention_mask": mask}
 
     def bare(self) -> None:
         """Our packed forward over all blocks, nothing taken."""
@@ -144,6 +162,9 @@ class Runs:
 
 
 NAMES = ("one_by_one", "padded_8", "bare", "extract", "extract_all", "early")
+if importlib.util.find_spec("nnsight") is not None:
+    NAMES = (*NAMES, "nnsight_8")
+    TARGETS["extract / nnsight_8"] = 1.8
 
 
 def measure(runs: Runs, rounds: int) -> dict[str, list[float]]:
