@@ -1,6 +1,7 @@
 """Imports flow one way along the corridor; engines never import each other; nothing in the product imports `testing`."""
 
 import ast
+import tomllib
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "layertap"
@@ -81,3 +82,16 @@ def test_files_stay_readable():
     """Past 450 lines a file asks to be split."""
     long = {name: count for path, name, _ in modules() if (count := path.read_text().count("\n")) > 450}
     assert not long
+
+
+def test_names_that_tests_import_mean_one_file_each():
+    """The folders of helpers stand beside each other in `pythonpath`: of two files of one name, tests would get the first."""
+    with (Path(__file__).parents[1] / "pyproject.toml").open("rb") as file:
+        folders = tomllib.load(file)["tool"]["pytest"]["ini_options"]["pythonpath"]
+    names = [
+        path.name
+        for folder in folders
+        for path in (Path(__file__).parents[1] / folder).glob("*.py")
+        if not path.name.startswith(("test_", "conftest", "__init__"))
+    ]
+    assert sorted(names) == sorted(set(names))

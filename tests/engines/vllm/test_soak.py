@@ -10,7 +10,7 @@ from pathlib import Path
 import checkpoints
 import pytest
 import running
-import soak
+import vllm_soak as soak
 
 NUM_REQUESTS = 2000
 

@@ -1,6 +1,6 @@
 """Many requests of random shapes through one small engine, with preemption, prefix hits and aborts: every row against the oracle.
 
-`python tests/engines/vllm/soak.py features --requests 2000` runs a scenario in a process of its own and prints one JSON line;
+`python tests/engines/vllm/vllm_soak.py features --requests 2000` runs a scenario in a process of its own and prints one JSON line;
 `--compiled` with torch.compile on (it takes minutes to start). Scenarios:
 
 - features: adapters and the base model, n-gram speculation, rows of cached blocks, capture only on request;
