@@ -123,6 +123,7 @@ SURFACE = {
         "--served-model-name",
         "--shared-storage-path",
         "--speculative-config",
+        "--spot-check",
         "--storage",
         "--tokenizer",
         "--trust-remote-code",

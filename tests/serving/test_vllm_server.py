@@ -12,6 +12,7 @@ import httpx
 import mixed_load
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 from vllm_process import LAYERTAP, SMALL, vllm_serving
 
@@ -21,7 +22,7 @@ from layertap.errors import MissingError, OptionError
 from layertap.serving.launch import ServeOptions
 from layertap.serving.settings import ServerSettings
 from layertap.serving.sse import EventSplitter
-from layertap.serving.vllm_command import vllm_command
+from layertap.serving.vllm_command import shown_command, vllm_command
 from layertap.serving.vllm_middleware import CONFIG_ENV
 from layertap.testing import oracle
 
@@ -48,7 +49,7 @@ def vllm(tmp_path_factory):
         LAYERTAP, str(checkpoint), "--engine", "vllm", "--speculative_config", json.dumps(SPECULATIVE),
         "--kv_transfer_config", json.dumps(transfer), "--host", "127.0.0.1", "--api_key", "alpha", "beta", "EMPTY",
         "--served_model_name", "tiny", "alias", *SMALL, "--handover", "http", "--allow-delete",
-        "--max-storage-bytes", "20000000", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+        "--max-storage-bytes", "20000000", "--spot-check", "1", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
         "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}',
     ) as (url, _):  # fmt: skip
         yield url, store, AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32").eval()
@@ -284,6 +285,35 @@ def test_every_route_but_health_wants_a_key_and_none_lets_a_client_choose_its_pl
     assert not [path.name for path in store.iterdir() if path.name not in known and "somebody" in path.name]
 
 
+@needs_vllm
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_spot_checks_pass_are_counted_and_leave_nothing_behind(vllm, alpha):
+    url, store, _ = vllm
+    key = {"authorization": "Bearer beta"}
+
+    def counts():
+        answer = httpx.get(f"{url}/metrics", headers=key, timeout=60)
+        samples = [sample for family in text_string_to_metric_families(answer.text) for sample in family.samples]
+        return {one.labels["outcome"]: one.value for one in samples if one.name == "layertap_spot_checks_total"}
+
+    before = counts()
+    asked = {"include_output_tokens": True}
+    for count in range(1, 100):
+        handle = alpha.completions.create(
+            model="tiny", prompt=f"checked {count}", max_tokens=3, extra_body={"kv_transfer_params": asked}
+        ).kv_transfer_params
+        load_hidden_states(handle["hidden_states_path"], timeout=60)
+        now = counts()
+        if now["passed"] >= before["passed"] + 3:
+            break
+    assert now["passed"] >= before["passed"] + 3
+    assert now["failed"] == 0
+    assert sum(now.values()) <= sum(before.values()) + count + 1  # a check isn't checked
+    assert len([path for path in store.iterdir() if "spot-check" in path.name]) <= 2  # of the one that is running
+    assert not list(store.glob("*.quarantined"))
+
+
 SCHEMA = {
     "type": "object",
     "properties": {"ok": {"type": "boolean"}},
@@ -322,6 +352,8 @@ def test_the_command_is_vllms_with_our_options_in_their_place():
         settings=ServerSettings(served_model_names=("a", "b"), api_keys=("k",)),
     )  # fmt: skip
     command, environment = vllm_command(options, ["--tensor-parallel-size", "2"])
+    keyed = ["python", "-m", "x", "--api-key", "k", "l", "--port", "9"]
+    assert shown_command(keyed, ("k", "l")) == "-m x --api-key *** *** --port 9"
     text = " ".join(command)
     assert " serve m --host 127.0.0.1 --port 9 " in text
     assert '"kv_connector": "HiddenStatesConnector", "kv_role": "kv_producer"' in text

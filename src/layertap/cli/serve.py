@@ -87,6 +87,15 @@ def serve(
     weights_version: Annotated[
         str | None, typer.Option(help="Said in each file's metadata.", rich_help_panel=_STORE)
     ] = None,
+    spot_check: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="One sequence with rows in so many is computed again and compared; 0: none. Default 1000, with --engine vllm 0.",
+            rich_help_panel=_STORE,
+            show_default=False,
+        ),
+    ] = None,
     host: Annotated[
         str, typer.Option(help="0.0.0.0 is reached from other machines.", rich_help_panel=_HTTP)
     ] = "127.0.0.1",
@@ -178,6 +187,7 @@ def serve(
         "trust_remote_code": trust_remote_code or None,
         "max_num_batched_tokens": max_num_batched_tokens,
         "max_num_seqs": max_num_seqs,
+        "spot_check": spot_check,
     }
     keys = tuple(api_key or ()) or tuple(key for key in [os.environ.get(API_KEY_ENV, "")] if key)
     quiet_libraries()

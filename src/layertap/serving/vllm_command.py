@@ -65,6 +65,7 @@ def vllm_command(options: ServeOptions, more: Sequence[str] = ()) -> tuple[list[
             command += [flag, str(given.pop(name))]
     if given.pop("trust_remote_code", False):
         command.append("--trust-remote-code")
+    spot_check = _spot_check(given.pop("spot_check", 0), asked)
     if given:
         raise OptionError(f"{sorted(given)[0]}: can't be had with --engine vllm")
     settings = options.settings
@@ -82,6 +83,7 @@ def vllm_command(options: ServeOptions, more: Sequence[str] = ()) -> tuple[list[
         api_keys=settings.api_keys,
         allow_delete=settings.allow_delete,
         max_body_bytes=settings.max_body_bytes,
+        spot_check=spot_check,
     )
     return command, {CONFIG_ENV: middleware.dumps(), FRONT_ENV: secrets.token_hex(16)}
 
@@ -113,9 +115,29 @@ def _kv_transfer_config(options: ServeOptions, layers: Any) -> tuple[dict[str, A
     return config, asked
 
 
+def _spot_check(one_in: Any, store: dict[str, Any]) -> int:
+    """How often, if it can be: the check has to find the files that were published."""
+    if isinstance(one_in, bool) or not isinstance(one_in, int) or one_in < 0:
+        raise OptionError(f"spot_check: expected a whole number of at least 0, got {one_in!r}")
+    options = StoreOptions.parse(store)
+    if one_in and is_object_store(options.handover):
+        raise OptionError(
+            "spot_check: with --engine vllm it needs files that stay in the storage folder, not in object storage"
+        )
+    if one_in and not options.use_synchronization_lock:
+        raise OptionError(
+            "spot_check: with --engine vllm it waits on the files' locks: leave use_synchronization_lock on"
+        )
+    return one_in
+
+
+def shown_command(command: Sequence[str], api_keys: Sequence[str]) -> str:
+    """The command for the log, without the keys."""
+    return " ".join("***" if word in api_keys else word for word in command[1:])
+
+
 def exec_vllm(options: ServeOptions, more: Sequence[str]) -> NoReturn:
     """Become vLLM's server."""
     command, environment = vllm_command(options, more)
-    shown = [word if before != "--api-key" else "***" for before, word in zip(["", *command], command, strict=False)]
-    logger.info("running %s", " ".join(shown[1:]))
+    logger.info("running %s", shown_command(command, options.settings.api_keys))
     os.execve(command[0], command, {**os.environ, **environment})

@@ -25,6 +25,11 @@ class AddHandles:
         self._parts: list[bytes] = []
         self._events = EventSplitter()
 
+    @property
+    def has_handles(self) -> bool:
+        """Whether the answer began, and has handles."""
+        return bool(self._num_handles) and not self._passes and (self._streams or self._start is not None)
+
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = Headers(raw=message["headers"])

@@ -8,6 +8,7 @@ told where files go by options that only this middleware may set. Imports no eng
 
 import json
 import os
+import random
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from layertap.serving.identity import ApiKeys
 from layertap.serving.reaper import Reaper
 from layertap.serving.vllm_admission import Admitted, RequestDesk
 from layertap.serving.vllm_handles import AddHandles
+from layertap.serving.vllm_spot_check import MARK, SpotChecks, ask, changes_weights
 from layertap.writing.room import StoreRoom
 
 CONFIG_ENV = "LAYERTAP_VLLM_MIDDLEWARE"
@@ -44,6 +46,7 @@ class MiddlewareConfig:
         api_keys: who may come in.
         allow_delete: clients may free their files.
         max_body_bytes: larger requests are refused.
+        spot_check: one captured request in so many is computed again and compared; 0 is never.
     """
 
     store: Mapping[str, Any] = field(default_factory=dict)
@@ -51,10 +54,11 @@ class MiddlewareConfig:
     api_keys: tuple[str, ...] = ()
     allow_delete: bool = False
     max_body_bytes: int = 32 << 20
+    spot_check: int = 0
 
     def dumps(self) -> str:
         """As text."""
-        fields = ("store", "shared", "api_keys", "allow_delete", "max_body_bytes")
+        fields = ("store", "shared", "api_keys", "allow_delete", "max_body_bytes", "spot_check")
         return json.dumps({name: getattr(self, name) for name in fields})
 
     @classmethod
@@ -78,6 +82,8 @@ class HiddenStatesMiddleware:
         self._reaper.start()
         self._desk = RequestDesk(self._options, self._config.shared, self._room)
         self._files = build_files_app(self._options, self._desk.places, allow_delete=self._config.allow_delete)
+        self._checks = SpotChecks(self._config.spot_check) if self._config.spot_check else None
+        self._weight_changes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
@@ -102,7 +108,7 @@ class HiddenStatesMiddleware:
                 await self._files(scope, receive, send)
                 return
             if kind is None:
-                await self._app(scope, receive, send)
+                await self._pass(scope, receive, send)
                 return
             raw = await self._body(receive)
             admitted = self._desk.admit(raw, kind, caller, scope)
@@ -112,11 +118,34 @@ class HiddenStatesMiddleware:
         if admitted is None:
             await self._app(scope, _replay(raw, receive), send)
             return
-        scope = {**scope, "headers": _with_id(scope["headers"], admitted, kind)}
+        asked = {**scope, "headers": _with_id(scope["headers"], admitted, kind)}
+        answer, before = AddHandles(send, admitted, self._handles), self._weight_changes
         try:
-            await self._app(scope, _replay(admitted.body, receive), AddHandles(send, admitted, self._handles))
+            await self._app(asked, _replay(admitted.body, receive), answer)
         finally:
             admitted.end()
+        if answer.has_handles:
+            self._spot_check(scope, admitted, before)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A route that we have no part in."""
+        changes = changes_weights(scope["path"])
+        self._weight_changes += changes
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._weight_changes += changes
+
+    def _spot_check(self, scope: Scope, admitted: Admitted, weight_changes: int) -> None:
+        """Check one choice of a request in many; nobody waits for it."""
+        if self._checks is None or MARK in scope or not self._checks.due():
+            return
+        self._checks.start(
+            random.choice(admitted.handles),
+            json.loads(admitted.body),
+            lambda body: ask(self, scope, body),
+            lambda: self._weight_changes == weight_changes,
+        )
 
     async def _body(self, receive: Receive) -> bytes:
         parts: list[bytes] = []

@@ -16,7 +16,7 @@ from layertap.engines.transformers.row_tap import _Group
 from layertap.engines.transformers.spot_check import SpotCheck
 from layertap.testing import zoo
 
-REASON = r"the spot check computed the sequence again, alone, and got other rows: .* in layer \d, worst at position \d+"
+REASON = r"the spot check computed the sequence again and got other rows: .* in layer \d, worst at position \d+"
 
 
 @pytest.mark.parametrize(("name", "way"), [("llama", "batched"), ("mamba2", "single"), ("mixtral", "batched")])

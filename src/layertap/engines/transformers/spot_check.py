@@ -76,6 +76,6 @@ class SpotCheck:
         slot = int(too_many.nonzero()[0])
         row = int(errors[:, slot].argmax())
         return (
-            f"the spot check computed the sequence again, alone, and got other rows: {int(far[:, slot].sum())} of {len(errors)} in "
+            f"the spot check computed the sequence again and got other rows: {int(far[:, slot].sum())} of {len(errors)} in "
             f"layer {layers[slot]}, worst at position {first_position + row} (relative error {float(errors[row, slot]):.2g})"
         )
