@@ -184,7 +184,7 @@ def test_a_path_that_became_anothers_after_the_check_is_not_handed_out(
 
 
 def test_kills_and_bad_disks_cost_their_own_requests_and_every_reader_gets_right_rows_or_a_reason():
-    """In a process of its own: an engine that has computed something has threads of OpenMP, and a fork of it would wait for them."""
+    """In a process of its own: an engine that has computed has threads of OpenMP, for which a fork of it would wait."""
     command = [sys.executable, str(KILLS), "--only", "vllm", "--rounds", "10", "--seed", "1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500, check=False)
