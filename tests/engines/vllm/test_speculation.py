@@ -8,7 +8,6 @@ import pytest
 import running
 from running import check_file, params
 
-# ngram last: after numba was loaded, vLLM can't look through the modules of its process, as it does at each start
 METHODS = ("draft_model", "eagle", "eagle3", "ngram")
 
 
