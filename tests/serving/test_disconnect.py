@@ -1,10 +1,10 @@
 """A client that goes away frees everything, at whatever point it goes."""
 
 import socket
-import threading
 
 import httpx
 import pytest
+from waiting import wait_until
 
 BODY = {
     "model": "tiny",
@@ -13,15 +13,6 @@ BODY = {
     "ignore_eos": True,
     "kv_transfer_params": {"include_output_tokens": True},
 }
-
-
-def wait_until(condition):
-    nothing = threading.Event()
-    for _ in range(1500):
-        if condition():
-            return
-        nothing.wait(0.02)
-    raise AssertionError("it didn't happen")
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -36,7 +27,7 @@ def test_leaving_a_stream_aborts_it_and_its_reader_is_told(http, server, path, a
         lines = answer.iter_lines()
         for _ in range(2 * after_chunks):
             next(lines)
-    wait_until(lambda: server.state.front.num_running == 0)
+    wait_until(lambda: server.state.front.num_running == 0, "it didn't happen", seconds=30)
     answer = http.get(f"/v1/hidden_states/{name}", params={"wait": 30})
     assert answer.status_code == 410
     assert "aborted" in answer.json()["error"]["message"]
@@ -47,7 +38,9 @@ def test_leaving_before_the_answer_aborts_it(http, server):
     body = {**BODY, "kv_transfer_params": {"include_output_tokens": True, "tag": tag}}
     with pytest.raises(httpx.ReadTimeout):
         http.post("/v1/completions", json=body, timeout=0.15)
-    wait_until(lambda: server.state.front.num_running == 0 and server.state.num_running == 0)
+    wait_until(
+        lambda: server.state.front.num_running == 0 and server.state.num_running == 0, "it didn't happen", seconds=30
+    )
     record = http.get(f"/v1/hidden_states/tags/{tag}")
     assert record.status_code in (200, 404)
     if record.status_code == 200:

@@ -1,10 +1,10 @@
 """500 requests of every kind at once: each one's rows are the oracle's, and what was given up leaves nothing behind."""
 
 import asyncio
-import threading
 
 import mixed_load
 import pytest
+from waiting import wait_until
 
 from layertap import load_hidden_states
 
@@ -24,17 +24,10 @@ def test_500_concurrent_mixed_requests_equal_the_oracle(server, storage, check_r
         assert answers or kind in mixed_load.GIVEN_UP
     assert checked > COUNT / 2
     front = server.state.front
-    wait_until(lambda: front.num_running == 0 and server.state.book.num_writing == 0 and server.state.num_running == 0)
+    wait_until(
+        lambda: front.num_running == 0 and server.state.book.num_writing == 0 and server.state.num_running == 0,
+        "what was given up still runs",
+    )
     assert front.recorder.budget.in_flight_bytes == 0
     assert front.recorder.room.reserved_bytes == 0
     assert not [path for path in storage.iterdir() if path.name.endswith(".layertap-tmp")]
-
-
-def wait_until(condition):
-    """Poll on an event that nobody sets: the state is another thread's."""
-    nothing = threading.Event()
-    for _ in range(3000):
-        if condition():
-            return
-        nothing.wait(0.02)
-    raise AssertionError("what was given up still runs")

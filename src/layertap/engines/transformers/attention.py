@@ -33,8 +33,8 @@ __all__ = [
     "IMPLEMENTATION",
     "NotPackable",
     "Pack",
-    "by_sequence",
     "configurations",
+    "one_by_one",
     "packed",
     "private_view",
     "register",
@@ -206,13 +206,43 @@ def packed_attention(
     if pack.keys is not None and pack.seen is not None:
         key, value, seen = key[:, :, pack.keys], value[:, :, pack.keys], pack.seen
     if pack.cu_seqlens is not None and sinks is None and not softcap and varlen_fits(query, key, value):
-        bounds, longest = pack.cu_seqlens, pack.longest
+        own, longest = pack.cu_seqlens, pack.longest
         return varlen(
-            query, key, value, bounds, longest, scale, window, cu_seqlens_k=seen.cu_seqlens, longest_k=seen.longest
+            query, key, value, own, longest, scale, window, cu_seqlens_k=seen.cu_seqlens, longest_k=seen.longest
         )
+    return one_by_one(query, key, value, pack.bounds, seen.bounds, sinks, scale, window, softcap)
+
+
+def one_by_one(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Sequence[int],
+    seen: Sequence[int],
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """Causal attention within each sequence, without a fused kernel; the queries of a sequence are its last tokens.
+
+    Args:
+        query: [1, heads, T, size]
+        key: [1, heads, S, size], maybe fewer heads.
+        value: as `key`.
+        bounds: 0, and the end of each sequence's queries.
+        seen: the same of its keys.
+        sinks: see `packed_attention`.
+        scale: factor of the logits.
+        window: see `packed_attention`.
+        softcap: see `packed_attention`.
+
+    Returns:
+        [1, T, heads, size of the values]
+    """
     output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     by_hand = sinks is not None or softcap > 0
-    for (begin, end), (first, last) in zip(pairwise(pack.bounds), pairwise(seen.bounds), strict=True):
+    for (begin, end), (first, last) in zip(pairwise(bounds), pairwise(seen), strict=True):
         q, k, v, out = query[:, :, begin:end], key[:, :, first:last], value[:, :, first:last], output[:, begin:end]
         if by_hand:
             _by_hand(q, k, v, out, sinks, scale, window, softcap)
@@ -243,35 +273,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) ->
     return nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
-
-
-def by_sequence(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    spans: Sequence[tuple[tuple[int, int], tuple[int, int]]],
-    scale: float,
-    window: int,
-) -> Tensor:
-    """Attention where a sequence has more keys than queries, its queries being its last tokens; without a fused kernel.
-
-    Args:
-        query: [1, heads, T, size]
-        key: [1, heads, S, size], maybe fewer heads.
-        value: as `key`.
-        spans: of each sequence, where its queries and its keys begin and end.
-        scale: factor of the logits.
-        window: see `packed_attention`.
-
-    Returns:
-        [1, T, heads, size of the values]
-    """
-    output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
-    for (begin, end), (first, last) in spans:
-        mask = _visible(last - first - (end - begin), last - first, 0, window, query.device)
-        part = _sdpa(query[:, :, begin:end], key[:, :, first:last], value[:, :, first:last], scale, mask)
-        output[:, begin:end].copy_(part.transpose(1, 2))
-    return output
 
 
 def _windowed(q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float, window: int) -> None:

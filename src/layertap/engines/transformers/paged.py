@@ -7,13 +7,13 @@ the batch. Here the cache hands over the keys and values of the sequences end to
 from __future__ import annotations
 
 import inspect
-import itertools
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from layertap.engines.transformers.attention import NotPackable, by_sequence
+from layertap.engines.transformers.attention import NotPackable, one_by_one
 from layertap.engines.transformers.varlen import varlen, varlen_fits
 
 __all__ = ["PAGED", "register_paged"]
@@ -60,8 +60,8 @@ def _attention(
             query, key, value, cu_seqlens, longest, scale, window, cu_seqlens_k=cu_seqlens_k, longest_k=longest_k
         )
         return output, None
-    bounds = zip(_spans(cu_seqlens), _spans(cu_seqlens_k), strict=True)
-    return by_sequence(query, key, value, list(bounds), scale, window), None
+    bounds, seen = cu_seqlens.tolist(), cu_seqlens_k.tolist()
+    return one_by_one(query, key, value, bounds, seen, None, scale, window, 0.0), None
 
 
 def _through_cache(
@@ -69,7 +69,7 @@ def _through_cache(
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """Store the new keys and values; all of the step's sequences, where each begins, and the length of the longest."""
     cache = others["cache"]
-    if "kwargs" in inspect.signature(cache.update).parameters:
+    if _cache_fills_in():
         key, value = cache.update(key, value, module.layer_idx, others)  # puts this layer's bounds into `others`
         return key, value, others["cu_seq_lens_k"], int(others["max_length_k"])
     # before 5.18
@@ -88,6 +88,9 @@ def _through_cache(
     return key, value, bounds.to(torch.int32), int(longest)
 
 
-def _spans(cu_seqlens: Tensor) -> list[tuple[int, int]]:
-    ends = cu_seqlens.tolist()
-    return list(itertools.pairwise(ends))
+@lru_cache(maxsize=1)
+def _cache_fills_in() -> bool:
+    """Whether the cache puts a layer's bounds into the attention's arguments itself: from transformers 5.18 on."""
+    from transformers.generation.continuous_batching import PagedAttentionCache
+
+    return "kwargs" in inspect.signature(PagedAttentionCache.update).parameters
