@@ -194,6 +194,17 @@ def test_what_was_refused_unread_or_never_arrived_is_sent_again():
         client.complete("x")
 
 
+def test_what_another_reads_is_deleted_when_it_is_done():
+    in_use = httpx.Response(409, json={"error": {"message": "read", "code": "busy"}})
+    client, left = answering(in_use, in_use, httpx.Response(204))
+    client.delete("a")
+    assert not left
+    client, left = answering(*[in_use] * 5)
+    with pytest.raises(ServerError, match="409: read"):
+        client.delete("a")
+    assert not left
+
+
 def test_damage_on_the_way_is_found(llm, server):
     hand = HandCapture(llm.front, f"damaged-{secrets.token_hex(4)}")
     raw = bytearray(hand.publish().read_bytes())

@@ -143,6 +143,16 @@ def test_a_file_that_is_read_stays(http, made):
     assert http.delete(url(made)).status_code == 204
 
 
+def test_a_reader_that_is_done_in_a_moment_is_waited_for(http, made):
+    file = open(made["hidden_states_path"], "rb")  # noqa: SIM115 (closed by the timer)
+    fcntl.flock(file, fcntl.LOCK_SH)
+    done = threading.Timer(0.2, file.close)
+    done.start()
+    assert http.delete(url(made)).status_code == 204
+    done.join()
+    assert http.get(url(made)).status_code == 404
+
+
 def test_a_tag_finds_its_files_and_their_states(http):
     tag = f"tag-{secrets.token_hex(4)}"
     body = {"model": "tiny", "prompt": ["a", "b"], "n": 2, "max_tokens": 1, "kv_transfer_params": {"tag": tag}}

@@ -91,7 +91,9 @@ class Protocol:
                 pause = min(2 * pause, _LAST_PAUSE_SECONDS)
         raise failure
 
-    def read(self, method: str, path: str, **parts: Any) -> Steps[httpx.Response]:
+    def read(
+        self, method: str, path: str, *, retried: frozenset[int] = _RETRIED_STATUS, **parts: Any
+    ) -> Steps[httpx.Response]:
         """Send what may be repeated at will."""
         pause = _FIRST_PAUSE_SECONDS
         for attempt in range(self._retries + 1):
@@ -100,7 +102,7 @@ class Protocol:
             if isinstance(answer, httpx.TransportError):
                 if last:
                     raise LayertapError(f"{method} {path}: {type(answer).__name__}: {answer}") from answer
-            elif answer.status_code not in _RETRIED_STATUS or last:
+            elif answer.status_code not in retried or last:
                 return cast(httpx.Response, answer)
             yield Sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE_SECONDS)
@@ -210,7 +212,7 @@ class Protocol:
         return cast(list[dict[str, Any]], answer.json()["handles"])
 
     def delete(self, handle: Handle) -> Steps[None]:
-        answer = yield from self.read("DELETE", f"/v1/hidden_states/{_name(handle)}")
+        answer = yield from self.read("DELETE", f"/v1/hidden_states/{_name(handle)}", retried=_RETRIED_STATUS | {409})
         if answer.status_code != 404:  # gone is what was wanted, also where an earlier attempt did it
             raise_for(answer)
 

@@ -6,6 +6,7 @@
 | 202 | it is being written; `?wait=SECONDS` (or `Prefer: wait=SECONDS`) waits for it first, up to 60 |
 | 303 | it went to object storage, `Location` says where |
 | 404 | unknown, or not the caller's |
+| 409 | `DELETE` of what is being written, or read for longer than a second |
 | 410 | it will not come; the message is the reason |
 """
 
@@ -14,6 +15,7 @@ import contextlib
 import fcntl
 import os
 import re
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -30,6 +32,7 @@ _CHUNK_BYTES = 1 << 20
 _RANGE = re.compile(r"bytes=(\d{0,19})-(\d{0,19})")
 _PREFERRED = re.compile(r"(?:^|[,;])\s*wait\s*=\s*(\d{1,9})(?=\s*(?:$|[,;]))")
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 0.002, 0.05
+_IDLE_WITHIN_SECONDS = 1.0
 _DESCRIBED: dict[int | str, dict[str, Any]] = {
     status: {"description": text}
     for status, text in (
@@ -122,8 +125,15 @@ def _remove(desk: FileDesk, name: str, caller: Caller) -> None:
     found = desk.look(name, caller)
     if found.state == "missing":
         raise _unknown()
-    if found.state == "writing" or not desk.remove(found):
-        raise ApiError(409, "it is being written or read; try again later", code="busy")
+    busy = ApiError(409, "it is being written or read; try again later", code="busy", headers={"retry-after": "1"})
+    if found.state == "writing":
+        raise busy
+    # who just got the last byte finds a lock still held for a moment: the answer's, the writer's, the reaper's
+    deadline = time.monotonic() + _IDLE_WITHIN_SECONDS
+    while not desk.remove(found):
+        if time.monotonic() >= deadline:
+            raise busy
+        time.sleep(_LAST_PAUSE_SECONDS)
 
 
 def _preferred_wait(request: Request) -> float:
