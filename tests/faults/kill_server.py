@@ -28,7 +28,9 @@ def server(model: WarmModel, storage: Path, pipe: int) -> None:
     settings = ServerSettings(served_model_names=("tiny",), allow_delete=True, reap_seconds=0.5)
     with run_background(model.front(storage), settings) as running:
         os.write(pipe, f"{running.url}\n".encode())
-        ended.wait()
+        # a signal that reaches another thread first wakes nobody who waits without end
+        while not ended.wait(0.1):
+            pass
 
 
 def client(url: str, told: list[dict], seed: int, fetch: bool) -> None:
