@@ -19,6 +19,8 @@ KINDS = {
     "gemma2": "sandwich norms",
     "gemma4_text": "a bare pair",
     "mixtral": "experts",
+    "phimoe": "experts, a stale residual",
+    "deepseek_v3": "latent attention, groups of experts",
     "gpt_oss": "experts and attention sinks",
     "gptj": "parallel attention, a bare tensor",
     "falcon_h1": "attention and state-space side by side",

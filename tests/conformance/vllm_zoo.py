@@ -36,7 +36,8 @@ def generate(name: str, folder: Path) -> dict[str, Any]:
     from layertap.errors import LayertapError
 
     try:
-        with running.running(checkpoints.save(name, folder), folder / "states", model_impl="auto") as llm:
+        checkpoint, told = checkpoints.save(name, folder), checkpoints.ONLY_VLLM.get(name, {})
+        with running.running(checkpoint, folder / "states", model_impl="auto", hf_overrides=told) as llm:
             core = llm.llm_engine.engine_core.engine_core
             architecture = type(core.model_executor.driver_worker.worker.get_model()).__name__
             sampling = running.params(6, include_output_tokens=True)
@@ -56,19 +57,22 @@ def generate(name: str, folder: Path) -> dict[str, Any]:
 
 def verify(name: str, folder: Path, found: dict[str, Any]) -> dict[str, Any]:
     """Every file against the oracle."""
+    from layertap.testing import zoo
+
     model = running.load_oracle(name, checkpoints.save(name, folder))
     requests = [SimpleNamespace(**request) for request in found.pop("requests")]
-    wrong = [reason for request in requests if (reason := compare(model, request))]
+    attention = zoo.case(name).attention
+    wrong = [reason for request in requests if (reason := compare(model, request, attention))]
     if not wrong:
         return {**found, "status": "ok"}
     own = all(follows_from_saved_rows(model, request) for request in requests)
     return {**found, "status": "vLLM differs" if own else "wrong", "reason": wrong[0]}
 
 
-def compare(model: Any, request: Any) -> str | None:
+def compare(model: Any, request: Any, attention: str) -> str | None:
     """What is wrong with a request's file, or None."""
     try:
-        running.check_file(model, request.path, [*request.prompt, *request.generated][:-1])
+        running.check_file(model, request.path, [*request.prompt, *request.generated][:-1], attention=attention)
     except AssertionError as exc:
         return str(exc)[:300]
     return None

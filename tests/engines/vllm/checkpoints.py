@@ -10,22 +10,56 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads")
 
 _LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_head_dim": 80, "head_dim": 64}
+_ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1}
+"""With the default rotary table, vLLM's CPU kernel takes each head of an MLA query for a token of its own."""
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.707,
+    "original_max_position_embeddings": 32,
+}
 _SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+_FACTORS = [1.0 + 0.1 * i for i in range(16)]
 ADJUSTED: dict[str, dict[str, Any]] = {
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
-    "deepseek_v2": {**_LATENT, "scoring_func": "softmax", "moe_layer_freq": 1},
-    "deepseek_v3": {**_LATENT, **_SIGMOID},
+    "deepseek_v2": {**_LATENT, "scoring_func": "softmax", "moe_layer_freq": 1, "rope_parameters": _YARN},
+    "deepseek_v3": {**_LATENT, **_SIGMOID, "rope_parameters": _YARN},
     "falcon": {"ffn_hidden_size": 256},
     "falcon-alibi": {"ffn_hidden_size": 256},
     "falcon-new-decoder": {"ffn_hidden_size": 256},
     "glm4_moe": {"head_dim": 32},
-    "glm4_moe_lite": {**_LATENT, **_SIGMOID, "first_k_dense_replace": 1},
+    # transformers has 1e-6 in the two norms of MLA whatever the configuration says, vLLM doesn't
+    "glm4_moe_lite": {**_LATENT, **_SIGMOID, **_ONE_HEAD, "first_k_dense_replace": 1, "rms_norm_eps": 1e-6},
     "lfm2": {"conv_dim": 64, "conv_dim_out": 64, "block_dim": 64},
     "llama4_text": {"attention_chunk_size": 128},
+    "mamba2": {"n_groups": 1},  # transformers' gated norm has one group whatever the configuration says
     "minicpm3": {"qk_nope_head_dim": 24, "qk_head_dim": 32},
-    "phimoe": {"attention_bias": True, "lm_head_bias": True},
+    "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True},
+    "ministral3": {"llama_4_scaling": {"original_max_position_embeddings": 16, "beta": 0.1}},
+    "phi3-longrope": {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "short_factor": _FACTORS,
+            "long_factor": [2 * factor for factor in _FACTORS],
+            "partial_rotary_factor": 1.0,
+        },
+        "max_position_embeddings": 256,
+    },
+    "phimoe": {"attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.01},
+    "qwen2_moe": {"use_sliding_window": False, "layer_types": ["full_attention"] * 4},  # vLLM's class has no windows
 }
 """Fields that checkpoints on the hub have and transformers' own configuration leaves out, and sizes that vLLM computes with."""
+ONLY_VLLM: dict[str, dict[str, Any]] = {"cohere2": {"sliding_window": 7}}
+"""What vLLM has to be told so that it computes what transformers does: of a window of n tokens it makes one of n + 1."""
+GENERATION: dict[str, dict[str, Any]] = {"llama4_text": {"attn_temperature_tuning": True}}
+"""Fields of the generation configuration that vLLM's class goes by, not by the model's own."""
 ARCHITECTURES = {"phimoe": "PhiMoEForCausalLM"}
 """Where checkpoints on the hub name another class than transformers has, and vLLM goes by that."""
 
@@ -68,6 +102,8 @@ def save(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> Path:
     if name == "phimoe":
         model.lm_head.bias.data.zero_()  # vLLM leaves it out
     model.tie_weights()
+    for key, value in GENERATION.get(name, {}).items():
+        setattr(model.generation_config, key, value)
     model.save_pretrained(target)
     if name in ARCHITECTURES:
         path = target / "config.json"

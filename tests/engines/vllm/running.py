@@ -86,7 +86,13 @@ def params(max_tokens: int = 8, *, temperature: float = 0.0, **options: Any) -> 
 
 
 def check_file(
-    model: Any, path: str, token_ids: Sequence[int], *, layers: Sequence[int] | None = None, rows: slice = slice(None)
+    model: Any,
+    path: str,
+    token_ids: Sequence[int],
+    *,
+    layers: Sequence[int] | None = None,
+    rows: slice = slice(None),
+    attention: str = "eager",
 ) -> None:
     """The file at `path` holds the oracle's rows `rows` of the sequence `token_ids` (all but its last token)."""
     from layertap import load_hidden_states
@@ -95,7 +101,7 @@ def check_file(
     loaded = load_hidden_states(path, timeout=30)
     fed = list(token_ids)
     assert loaded["token_ids"].tolist() == fed[rows]
-    wanted = oracle.hidden_states(model, fed, layers)[rows]
+    wanted = oracle.hidden_states(model, fed, layers, attention)[rows]
     assert loaded["hidden_states"].shape == wanted.shape
     error = (loaded["hidden_states"].float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
     assert error.max() < TOLERANCE, f"relative error {float(error.max())}"
