@@ -16,7 +16,7 @@ USER = {"role": "user", "content": "hi"}
         ({"messages": [{**USER, "name": None}]}, ChatPrompt((USER,))),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "h"}, {"text": "i"}]}]},
-            ChatPrompt((USER,)),
+            ChatPrompt(({"role": "user", "content": "h\ni"},)),
         ),
         ({"messages": [USER], "tools": [{"type": "function"}]}, ChatPrompt((USER,), ({"type": "function"},))),
         ({"messages": [USER], "tools": []}, ChatPrompt((USER,))),
@@ -29,6 +29,7 @@ USER = {"role": "user", "content": "hi"}
             ChatPrompt(({"role": "system", "content": "be"}, USER, {"role": "assistant", "content": ""})),
         ),
         ({"conversations": [{"role": "User", "content": "hi"}]}, ChatPrompt((USER,))),
+        ({"conversations": [{"role": "User", "from": None, "value": None, "content": "hi"}]}, ChatPrompt((USER,))),
         ({"prompt": None, "messages": [USER]}, ChatPrompt((USER,))),
     ],
 )
@@ -58,6 +59,14 @@ def test_rows_of_every_style_become_prompts(row, prompt):
         ({"messages": [{"role": "user", "content": 1}]}, r"messages\[0\].content: expected text, got a number"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only parts of text can be taken"),
         ({"messages": [USER], "tools": "x"}, "tools: expected a list of objects, got text"),
+        ({"messages": [USER], "tools": [{"name": "\ud800"}]}, r"tools\[0\].name: character 0 is half a surrogate"),
+        (
+            {"messages": [{**USER, "tool_calls": "f()"}]},
+            r"messages\[0\].tool_calls: expected a list of objects, got 'f",
+        ),
+        ({"messages": [{**USER, "tool_calls": ["f"]}]}, r"messages\[0\].tool_calls: expected a list of objects"),
+        ({"messages": [{**USER, "reasoning": "\udc00"}]}, r"messages\[0\].reasoning: character 0 is half a surrogate"),
+        ({"messages": [{**USER, "a": [{"\ud800": 1}]}]}, r"messages\[0\].a\[0\]: character 0 is half a surrogate"),
         ({"conversations": [{"from": "alien", "value": "hi"}]}, r"conversations\[0\]: 'from' is 'alien'"),
         ({"conversations": [{"from": "human"}]}, r"conversations\[0\]: expected text in 'value', got null"),
         ({"conversations": [{"from": "human", "value": "a"}], "system": 1}, "system: expected text"),
@@ -90,3 +99,19 @@ def test_the_hash_is_of_the_content_not_of_its_spelling():
         ChatPrompt((USER, USER)),
     ]
     assert len({source_hash(prompt) for prompt in different}) == len(different)
+
+
+def test_nulls_that_somebody_wrote_stay_and_those_that_say_that_there_is_nothing_go():
+    call = {"type": "function", "function": {"name": "f", "arguments": {"unit": None}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"unit": {"default": None}}}}
+    said = {"role": "assistant", "content": None, "refusal": None, "tool_calls": [{**call, "index": None}]}
+    prompt = parse_row({"messages": [USER, said], "tools": [tool]})
+    assert prompt == ChatPrompt((USER, {"role": "assistant", "content": None, "tool_calls": [call]}), (tool,))
+    assert parse_row({"messages": [{**USER, "tool_calls": None}]}) == ChatPrompt((USER,))
+
+
+def test_parts_of_a_message_are_joined_as_the_server_joins_them():
+    from layertap.prompts import _with_text_content
+
+    message = {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}
+    assert parse_row({"messages": [message]}) == ChatPrompt((_with_text_content(message),))

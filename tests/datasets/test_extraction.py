@@ -103,6 +103,28 @@ def test_every_kind_of_prompt_becomes_its_rows_and_the_failed_ones_are_told(
     assert [(one.index, one.reason) for one in ds.failures] == list(zip((2, 5, 6), reasons, strict=True))
 
 
+def test_records_that_nobody_would_think_of_fail_alone(llm, reference, make_input, folder, tmp_path):
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    odd = [
+        {"messages": [*CHAT, {"role": "assistant", "content": "x", "tool_calls": "f()"}]},
+        {"messages": [*CHAT, {"role": "assistant", "content": "x", "tool_calls": {"name": "f"}}]},
+        {"messages": [{"role": "user\ud800", "content": "x"}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "\udc00", "arguments": {}}}]}]},
+        {"messages": CHAT, "tools": [{"name": "\ud800"}]},
+        {"messages": [{"role": "assistant", "content": [["x"]]}]},
+    ]
+    good = [{"prompt": "a", "id": "half a pair \ud800"}, {"messages": [*CHAT, {**CHAT[1], "tool_calls": [call, call]}]}]
+    source = make_input([*odd, *good])
+    named = tmp_path / "in \udcff.jsonl"
+    named.write_bytes(source.path.read_bytes())
+    report = extract_dataset(llm, open_input(named), folder, options())
+    assert (report.num_failed, report.num_samples) == (len(odd), len(good))
+    ds = assert_right(folder, range(len(odd), len(odd) + len(good)), reference)
+    assert ds.entry(0).sample_id == "half a pair \\ud800"
+    assert all("in \\udcff.jsonl line" in one.reason for one in ds.failures)
+    assert extract_dataset(llm, open_input(named), folder, options()).num_skipped == len(good)
+
+
 @pytest.mark.parametrize("layout", ["shards", "files"])
 def test_a_stopped_run_continues_and_ends_like_one_that_never_stopped(llm, reference, make_input, folder, layout):
     source = make_input(many(30))

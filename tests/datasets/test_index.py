@@ -44,6 +44,14 @@ def test_entries_come_back_as_they_were_written(tmp_path_factory, entries):
     assert load_entries(path, "set") == entries
 
 
+def test_halves_of_surrogate_pairs_are_spelled_out(tmp_path):
+    """JSON's escapes can hold them in an id, names of files in a reason."""
+    entry = SampleEntry(index=0, source_hash="0" * 32, sample_id="a\ud800b", error="in \udcff.jsonl: \u00e4")
+    (tmp_path / f"a{PART_SUFFIX}").write_bytes(encode_part([entry], "id"))
+    (read,) = load_entries(tmp_path / f"a{PART_SUFFIX}", "id")
+    assert (read.sample_id, read.error) == ("a\\ud800b", "in \\udcff.jsonl: \u00e4")
+
+
 def test_a_part_is_plain_parquet_with_the_documented_columns(tmp_path):
     path = write_part(tmp_path, "w0-000000", [entry(3)])
     table = pq.read_table(path)

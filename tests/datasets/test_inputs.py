@@ -95,7 +95,7 @@ def test_any_bytes_give_records_or_say_what_is_broken(content, kind, unit):
         path = written(Path(folder), "a", content)
         records = list(open_input(path, format=kind, text_unit=unit))
     assert [record.index for record in records] == list(range(len(records)))
-    lines = [line for line in content.split(b"\n") if line.strip()]
+    lines = [line for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n") if line.strip()]
     if kind == "jsonl" or (kind == "text" and unit == "line"):
         assert len(records) == len(lines)
     elif kind == "text":
@@ -116,6 +116,49 @@ def test_a_cut_array_gives_what_stands_before_the_cut_and_says_where_it_broke(ro
     assert [record.prompt for record in good] == [prompt_of(row) for row in rows[: len(good)]]
     ends = [len(json.dumps(rows[: count + 1])) - 1 for count in range(len(rows))]
     assert len(good) >= sum(end < cut for end in ends)
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_a_byte_order_mark_is_no_content(tmp_path, ending):
+    row = '{"prompt": "a"}'
+    for lines in ([row], ["", row], ["  ", row, ""]):
+        (record,) = open_input(written(tmp_path, "a.jsonl", ending.join(["\ufeff" + lines[0], *lines[1:]])))
+        assert (record.prompt, record.where[-6:]) == (TextPrompt("a"), f"line {lines.index(row) + 1}")
+    for unit in ("line", "paragraph", "file"):
+        (record,) = open_input(written(tmp_path, "a.txt", "\ufeffb"), text_unit=unit)
+        assert record.prompt == TextPrompt("b")
+        assert not list(open_input(written(tmp_path, "b.txt", f"\ufeff{ending} "), text_unit=unit))
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_the_longest_record_is_whole_and_a_longer_one_is_refused_with_a_mark_or_without(tmp_path, monkeypatch, mark):
+    monkeypatch.setattr(inputs, "MAX_RECORD_BYTES", 64)
+    for unit in ("line", "file"):
+        (record,) = open_input(written(tmp_path, "a.txt", mark + b"x" * 61), text_unit=unit)
+        assert record.prompt == TextPrompt("x" * 61)
+        for size in (65, 66, 67, 68, 200):
+            (record,) = open_input(written(tmp_path, "a.txt", mark + b"x" * size), text_unit=unit)
+            assert isinstance(record, BrokenRecord)
+            assert "is longer than" in str(record.error)
+
+
+def test_a_compressed_file_is_not_taken_for_text(tmp_path):
+    path = written(tmp_path, "a.jsonl.gz", b"\x1f\x8b")
+    with pytest.raises(PromptError, match=r"a\.jsonl\.gz: is compressed"):
+        open_input(path)
+    assert open_input(path, format="text").format == "text"
+
+
+def test_nulls_of_parquet_are_those_of_the_columns_type(tmp_path):
+    def chat(arguments):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        return [{"role": "assistant", "content": "a", "tool_calls": [call]}]
+
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"messages": [chat({"x": 1}), chat({"y": 2})]}), path)
+    assert [record.prompt for record in open_input(path)] == [
+        ChatPrompt(tuple(chat(one))) for one in ({"x": 1}, {"y": 2})
+    ]
 
 
 def test_a_broken_line_is_named_with_line_and_column_and_the_others_are_read(tmp_path):

@@ -143,7 +143,8 @@ def _parse_tools(value: object) -> tuple[Mapping[str, Any], ...] | None:
         return None
     if not isinstance(value, Sequence) or not all(isinstance(tool, Mapping) for tool in value):
         raise PromptError(f"tools: expected a list of objects, got {_kind(value)}")
-    return tuple(_without_nulls(tool) for tool in value)
+    _check_texts("tools", value)
+    return tuple(value)
 
 
 def _parse_messages(value: object) -> tuple[Mapping[str, Any], ...]:
@@ -153,10 +154,22 @@ def _parse_messages(value: object) -> tuple[Mapping[str, Any], ...]:
         if not isinstance(role, str) or not role:
             raise PromptError(f"{place}: expected a 'role', got {_short(role)} (keys: {_keys(message)})")
         content = message.get("content")
-        if content is None and not message.get("tool_calls"):
+        calls = message.get("tool_calls")
+        if content is None and not calls:
             raise PromptError(f"{place}: no 'content' (keys: {_keys(message)})")
-        messages.append({**_without_nulls(message), "content": _parse_content(place, content)})
+        # exports of APIs spell out what isn't there
+        given = {key: inner for key, inner in message.items() if inner is not None and key != "content"}
+        if calls is not None:
+            given["tool_calls"] = _parse_calls(place, calls)
+        _check_texts(place, given)
+        messages.append({**given, "content": _parse_content(place, content)})
     return tuple(messages)
+
+
+def _parse_calls(place: str, calls: object) -> list[Mapping[str, Any]]:
+    if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
+        raise PromptError(f"{place}.tool_calls: expected a list of objects, got {_short(calls)}")
+    return [{key: inner for key, inner in call.items() if inner is not None} for call in calls]
 
 
 def _parse_content(place: str, content: object) -> str | None:
@@ -172,7 +185,7 @@ def _parse_content(place: str, content: object) -> str | None:
         if not isinstance(text, str):
             raise PromptError(f"{place}.content: only parts of text can be taken, got {_short(part)}")
         texts.append(check_text(f"{place}.content", text))
-    return "".join(texts)
+    return "\n".join(texts)  # as `llm.chat`, our server and vLLM have it
 
 
 def _parse_sharegpt(value: object, system: object) -> tuple[Mapping[str, Any], ...]:
@@ -182,8 +195,9 @@ def _parse_sharegpt(value: object, system: object) -> tuple[Mapping[str, Any], .
             raise PromptError(f"system: expected text, got {_kind(system)}")
         messages.append({"role": "system", "content": check_text("system", system)})
     for place, turn in _entries("conversations", value):
-        speaker = turn.get("from", turn.get("role"))
-        text = turn.get("value", turn.get("content"))
+        # Parquet gives both names where one row has one and another row the other
+        speaker = turn.get("role") if turn.get("from") is None else turn["from"]
+        text = turn.get("content") if turn.get("value") is None else turn["value"]
         if not isinstance(speaker, str) or speaker.lower() not in SHAREGPT_ROLES:
             known = ", ".join(SHAREGPT_ROLES)
             raise PromptError(f"{place}: 'from' is {_short(speaker)}, which is none of {known}")
@@ -207,13 +221,26 @@ def _entries(name: str, value: object) -> list[tuple[str, Mapping[str, Any]]]:
     return entries
 
 
-def _without_nulls(value: Any) -> Any:
-    """Drop the keys that are null: Parquet gives every key of the column's type, JSON only those that are there."""
+def without_nulls(value: Any) -> Any:
+    """Drop the keys that are null: Parquet gives every key of the column's type. In JSON a null is what somebody wrote."""
     if isinstance(value, Mapping):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list | tuple):
-        return [_without_nulls(inner) for inner in value]
+        return [without_nulls(inner) for inner in value]
     return value
+
+
+def _check_texts(place: str, value: Any) -> None:
+    """`check_text` for everything that a template may show."""
+    if isinstance(value, str):
+        check_text(place, value)
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            _check_texts(place, key)
+            _check_texts(f"{place}.{key}", inner)
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            _check_texts(f"{place}[{number}]", inner)
 
 
 def _keys(row: Mapping[str, Any]) -> str:

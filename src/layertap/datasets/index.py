@@ -94,6 +94,8 @@ def encode_part(entries: Sequence[SampleEntry], dataset_id: str) -> bytes:
     columns: dict[str, list[Any]] = {
         name: [getattr(entry, name) for entry in entries] for name in SampleEntry.__dataclass_fields__
     }
+    for name in ("sample_id", "error"):
+        columns[name] = [None if text is None else _writable(text) for text in columns[name]]
     for name in SPAN_COLUMNS:
         columns[name] = [
             None if spans is None else [{"start": start, "end": end} for start, end in spans] for spans in columns[name]
@@ -111,6 +113,11 @@ def encode_part(entries: Sequence[SampleEntry], dataset_id: str) -> bytes:
     buffer = BytesIO()
     pq.write_table(table.replace_schema_metadata({_KEY: json.dumps(facts).encode()}), buffer, compression="zstd")
     return buffer.getvalue()
+
+
+def _writable(text: str) -> str:
+    """JSON's escapes and file names can hold halves of surrogate pairs, which Parquet can't."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def read_part(path: Path, dataset_id: str, columns: Sequence[str] = tuple(SCHEMA.names)) -> pa.Table:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Literal, TypeAlias, get_args
 
 import xxhash
 
-from layertap.datasets.conversations import FIELDS, Field, Prompt, check_text, parse_row, source_hash
+from layertap.datasets.conversations import FIELDS, Field, Prompt, check_text, parse_row, source_hash, without_nulls
 from layertap.datasets.json_array import ArrayBrokenError, JsonArray
 from layertap.errors import OptionError, PromptError
 
@@ -38,6 +38,9 @@ _SUFFIXES: dict[str, InputFormat] = {
 # No prompt is as long as this; a file without line ends mustn't fill the memory.
 MAX_RECORD_BYTES = 256 << 20
 _PARQUET_BATCH_ROWS = 64
+_NESTED = {"messages", "conversations", "tools"}
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar", ".tgz")
+_BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +130,8 @@ def open_input(
         raise PromptError(f"{path}: there is no such input file")
     if not path.is_file():
         raise PromptError(f"{path}: expected a file of prompts (JSONL, Parquet or text), found a folder or device")
+    if format is None and path.suffix.lower() in _PACKED:
+        raise PromptError(f"{path}: is compressed, and would be read as text; decompress it first")
     chosen: InputFormat = format or _SUFFIXES.get(path.suffix.lower(), "text")  # type: ignore[assignment]
     return InputFile(path=path, format=chosen, field=field, text_unit=text_unit, limit=limit, share=share)  # type: ignore[arg-type]
 
@@ -153,7 +158,7 @@ def _broken(index: int, where: str, message: str, content: bytes) -> BrokenRecor
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Lines with their number, without line ends; one that is too long comes cut just past the limit."""
+    """Lines with their number, without line ends or mark; one that is too long comes cut just past the limit."""
     number = 0
     while line := file.readline(MAX_RECORD_BYTES + 1):
         number += 1
@@ -162,14 +167,15 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
                 pass
             yield number, line
             continue
+        line = line.removeprefix(_BOM) if number == 1 else line
         yield number, line.removesuffix(b"\n").removesuffix(b"\r")
 
 
-def _decode(where: str, line: bytes, number: int) -> str:
+def _decode(where: str, line: bytes) -> str:
     if len(line) > MAX_RECORD_BYTES:
         raise PromptError(f"{where}: the line is longer than {MAX_RECORD_BYTES >> 20} MiB")
     try:
-        return line.decode("utf-8-sig" if number == 1 else "utf-8")
+        return line.decode()
     except UnicodeDecodeError as exc:
         raise PromptError(
             f"{where} column {exc.start + 1} (in bytes): not UTF-8: {exc.reason} 0x{line[exc.start]:02x}"
@@ -184,7 +190,7 @@ def _read_jsonl(source: InputFile) -> Iterator[Record]:
                 continue
             where = f"{source.path} line {number}"
             try:
-                row = _parse_json(where, _decode(where, line, number))
+                row = _parse_json(where, _decode(where, line))
             except PromptError as exc:
                 yield _broken(index, where, str(exc), line)
             else:
@@ -206,7 +212,7 @@ def _parse_json(where: str, text: str) -> Any:
 
 def _read_json(source: InputFile) -> Iterator[Record]:
     with source.path.open("rb") as file:
-        head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+        head = file.read(4096).removeprefix(_BOM).lstrip()
         if not head.startswith(b"["):
             yield from _read_jsonl(source)
             return
@@ -235,6 +241,7 @@ def _read_parquet(source: InputFile) -> Iterator[Record]:
                 raise PromptError(f"{source.path}: no column is one of {', '.join(FIELDS)} (columns: {columns})")
             for batch in file.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=names):
                 for row in batch.to_pylist():
+                    row |= {name: without_nulls(row[name]) for name in _NESTED & row.keys()}
                     yield _record(source, row_number, f"{source.path} row {row_number}", row)
                     row_number += 1
     except (pa.ArrowException, OSError) as exc:
@@ -247,7 +254,7 @@ def _read_text(source: InputFile) -> Iterator[Record]:
         for number, block in _text_blocks(source, file):
             where = f"{source.path} line {number}"
             try:
-                text = check_text(where, _decode(where, block, number))
+                text = check_text(where, _decode(where, block))
             except PromptError as exc:
                 yield _broken(index, where, str(exc), block)
             else:
@@ -257,7 +264,7 @@ def _read_text(source: InputFile) -> Iterator[Record]:
 
 def _text_blocks(source: InputFile, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     if source.text_unit == "file":
-        content = file.read(MAX_RECORD_BYTES + 1)
+        content = file.read(len(_BOM) + MAX_RECORD_BYTES + 1).removeprefix(_BOM)
         if content.strip():
             yield 1, content
         return
