@@ -203,6 +203,17 @@ LLAMA2 = """
 {%- endfor %}
 """
 
+# The tokenizer's end of text behind all, unless another turn is to follow.
+PHI3 = """
+{%- for message in messages %}
+{{- '<|' + message.role + '|>\\n' }}
+{%- if message.role == 'assistant' %}{%- generation %}{{- message.content + '<|end|>' }}{%- endgeneration %}
+{%- else %}{{- message.content + '<|end|>' }}{%- endif %}
+{{- '\\n' }}
+{%- endfor %}
+{{- '<|assistant|>\\n' if add_generation_prompt else eos_token }}
+"""
+
 TEMPLATES = {
     "chatml": CHATML,
     "qwen": QWEN,
@@ -213,6 +224,7 @@ TEMPLATES = {
     "gpt_oss": GPT_OSS,
     "headers_only": HEADERS_ONLY,
     "llama2": LLAMA2,
+    "phi3": PHI3,
 }
 TAKES_TOOLS = ("qwen", "llama3", "mistral", "deepseek", "gpt_oss")
 SPECIAL = (

@@ -78,6 +78,7 @@ TALK = [SYSTEM, user("Why?"), assistant("Because."), user("Really?"), assistant(
         ),
         ("headers_only", ["Because.", "  Yes, really.\n"]),
         ("llama2", [" Because. <eos>", " Yes, really. <eos>"]),
+        ("phi3", ["Because.<|end|>", "  Yes, really.\n<|end|>"]),
     ],
 )
 def test_a_turn_is_its_content_and_end_but_not_its_header_or_the_newline_behind(tokenizers, name, expected):
@@ -195,6 +196,15 @@ def test_a_text_that_is_tokenized_otherwise_is_refused(tokenizers):
 def test_a_chat_without_the_assistant_trains_nothing(tokenizers):
     for marked in (True, False):
         assert trained(tokenizers["chatml", marked], [SYSTEM, user("Why?")]) == []
+
+
+def test_a_turn_that_ends_otherwise_where_another_one_follows_is_refused():
+    ends = "{{- ('<|im_end|>' if loop.last and not add_generation_prompt else '<eos>') + '\\n' }}"
+    template = unmarked(CHATML).replace("message['content'] + '<|im_end|>'", "message['content']")
+    tokenizer = chat_tokenizer(template.replace("{{- '\\n' }}", ends))
+    assert trained(tokenizer, TALK) == ["Because.<eos>", "  Yes, really.\n<|im_end|>"]
+    with pytest.raises(PromptError, match="with a generation prompt"):
+        trained(tokenizer, TALK, add_generation_prompt=True)
 
 
 def test_a_template_whose_turns_do_not_begin_like_its_generation_prompt_is_refused():

@@ -88,6 +88,7 @@ class LossMasks:
                 for number, message in enumerate(messages)
                 if message.get("role") == "assistant" and (span := self._turn(chat, number)) is not None
             ]
+            chat.refuse_behind_common(turns)
         return self._to_tokens(text, token_ids, turns)
 
     def _turn(self, chat: "_Chat", number: int) -> Span | None:
@@ -178,7 +179,17 @@ class _Chat:
         # a header at the end would be no part of any turn, and is none of this rendering
         whole = self._render(messages, False)
         self.whole = _Rendering(messages, whole, False)
-        if not text.startswith(whole):
+        self._text = text
+        # templates may end a chat otherwise that no turn follows
+        self._common = _common_prefix(text, whole)
+
+    def refuse_behind_common(self, turns: Sequence[Span]) -> None:
+        """Places were found in the chat as it is without a generation prompt: refuse those where the text that is run differs.
+
+        Raises:
+            PromptError: it does within the turns.
+        """
+        if turns and turns[-1][1] > self._common:
             raise PromptError(
                 "loss mask: the chat template renders the chat differently each time, or with a generation prompt"
             )
@@ -187,7 +198,7 @@ class _Chat:
         """What stands between the template's own `{% generation %}` marks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        _, indices = render_jinja_template(
+        rendered, indices = render_jinja_template(
             conversations=[self.messages],
             tools=self._tools,
             chat_template=self.template,
@@ -195,6 +206,8 @@ class _Chat:
             add_generation_prompt=add_generation_prompt,
             **{**self._tokenizer.special_tokens_map, **self._kwargs},
         )
+        if rendered[0] != self._text:
+            raise PromptError("loss mask: the chat template renders the chat differently each time")
         return [(int(first), int(end)) for first, end in indices[0] if end > first]
 
     def alone(self, number: int) -> _Rendering:
