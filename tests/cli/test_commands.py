@@ -1,6 +1,7 @@
 """The commands over a tiny random model, in this process."""
 
 import json
+import re
 import signal
 import sys
 
@@ -233,6 +234,73 @@ def test_clean_removes_leftovers_and_nothing_else(states, run, tmp_path):
     assert run("clean", tmp_path / "storage").exit_code == 0
     assert not temporary.exists()
     assert run("clean", tmp_path / "nothing").exit_code == 2
+
+
+def test_shares_in_one_folder_are_verified_set_aside_and_cleaned_like_one_set(run, model, prompts, tmp_path):
+    words = (
+        "extract",
+        model,
+        prompts,
+        "--layers",
+        "all",
+        "--dtype",
+        "float32",
+        "--quiet",
+        "--no-fsync",
+        "--out",
+        "all",
+    )
+    for share in range(2):
+        assert run(*words, "--shard", f"{share}/2").exit_code == 0
+    result = run("verify", "all", "--sample", "8")
+    assert result.exit_code == 0, result.output
+    assert "all: 8 samples" in result.output
+    assert json.loads(run("verify", "all", "--json").stdout)["samples"] == 8
+    stray = tmp_path / "all" / "shard-1-of-2" / "shards" / "w0-000099.safetensors"
+    stray.write_bytes(b"x")
+    result = run("clean", "all")
+    assert (result.exit_code, stray.exists()) == (0, False)
+    shard = next((tmp_path / "all" / "shard-1-of-2").glob("shards/*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-100] ^= 1
+    shard.write_bytes(data)
+    result = run("verify", "all", "--quarantine")
+    assert result.exit_code == 3
+    assert "4 samples" in result.output
+    assert open_dataset(tmp_path / "all").indices.tolist() == [0, 2, 4, 6]
+    assert run(*words, "--shard", "1/2").exit_code == 0
+    assert len(open_dataset(tmp_path / "all", verify=True)) == 8
+
+
+def test_rows_that_differ_are_set_aside_in_the_share_that_has_them(run, model, prompts, tmp_path):
+    words = (
+        "extract",
+        model,
+        prompts,
+        "--layers",
+        "all",
+        "--dtype",
+        "float32",
+        "--quiet",
+        "--no-fsync",
+        "--out",
+        "all",
+    )
+    for share in range(2):
+        assert run(*words, "--shard", f"{share}/2").exit_code == 0
+    other = zoo.save("llama", tmp_path / "other", seed=1)
+    result = run("verify", "all", "--sample", "1", "--seed", "3", "--model", other, "--quarantine")
+    assert result.exit_code == 3
+    (index,) = map(int, re.findall(r"all sample (\d+): .*DIFFERENT", result.output))
+    left = set(open_dataset(tmp_path / "all").indices.tolist())
+    assert left == set(range(8)) - set(range(index % 2, 8, 2))  # a share has one part
+
+
+def test_a_share_is_not_put_where_no_reader_of_the_set_would_see_it(states, run, model, prompts):
+    result = run("extract", model, prompts, "--layers", "all", "--out", states, "--shard", "0/2")
+    assert result.exit_code == 2
+    assert "wasn't split" in result.output
+    assert not (states / "shard-0-of-2").exists()
 
 
 def test_verify_recomputes_a_share_and_reports_for_machines(states, run):

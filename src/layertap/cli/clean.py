@@ -21,31 +21,35 @@ def clean(
     Finished samples are never touched, nor what is being written or read.
     """
     with errors_explained():
-        from layertap.datasets.manifest import MANIFEST_NAME
+        from layertap.datasets.joining import sets_in
         from layertap.errors import OptionError
 
         if not folder.is_dir():
             raise OptionError(f"{folder}: there is no such folder")
-        is_dataset = (folder / MANIFEST_NAME).exists()
-        if is_dataset and ttl_seconds is not None:
+        sets = sets_in(folder)
+        if sets and ttl_seconds is not None:
             raise OptionError("ttl_seconds: samples of a data set don't expire; remove the folder")
-        removed, freed = _clean_dataset(folder, dry_run) if is_dataset else _clean_storage(folder, ttl_seconds, dry_run)
+        removed, freed = _clean_datasets(sets, dry_run) if sets else _clean_storage(folder, ttl_seconds, dry_run)
     for path in removed:
         typer.echo(path)
     verb = "would be removed" if dry_run else "removed"
     say(f"{plural(len(removed), 'file')} {verb}, {bytes_text(freed)}")
 
 
-def _clean_dataset(folder: Path, dry_run: bool) -> tuple[list[Path], int]:
+def _clean_datasets(folders: list[Path], dry_run: bool) -> tuple[list[Path], int]:
     from layertap.datasets.manifest import read_manifest
     from layertap.datasets.resume import leftovers, locked_folder
 
-    with locked_folder(folder):
-        found = list(leftovers(folder, read_manifest(folder)))
-        freed = sum(path.stat().st_size for path in found)
-        if not dry_run:
-            for path in found:
-                path.unlink()
+    found: list[Path] = []
+    freed = 0
+    for folder in folders:
+        with locked_folder(folder):
+            here = list(leftovers(folder, read_manifest(folder)))
+            freed += sum(path.stat().st_size for path in here)
+            if not dry_run:
+                for path in here:
+                    path.unlink()
+        found += here
     return found, freed
 
 

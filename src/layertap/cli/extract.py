@@ -227,12 +227,13 @@ def extract(
     with errors_explained():
         from layertap.datasets.extraction import RunOptions
         from layertap.datasets.inputs import open_input
-        from layertap.datasets.joining import shard_folder
+        from layertap.datasets.joining import refuse_share_beside_set, shard_folder
         from layertap.datasets.writer import ShardOptions
 
         share = (0, 1) if shard is None else parse_shard(shard)
         source = open_input(input, format=input_format, field=field, text_unit=text_unit, limit=limit, share=share)
         if shard is not None:
+            refuse_share_beside_set(out)
             out = out / shard_folder(*share)
         options = RunOptions(
             layers=layers,

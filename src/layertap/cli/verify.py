@@ -36,8 +36,10 @@ class _Report:
     recomputed: list[dict[str, Any]] = field(default_factory=list)
     quarantined: list[Path] = field(default_factory=list)
     checked: os.stat_result | None = None
-    wrong_parts: "list[PartReport]" = field(default_factory=list)
+    wrong_parts: "list[tuple[Path, PartReport]]" = field(default_factory=list)
+    """With the data set that each is of."""
     wrong_samples: dict[int | None, str] = field(default_factory=dict)
+    """By the place in the input; None: the file."""
 
     def say(self, text: str) -> None:
         """A line for a person."""
@@ -144,29 +146,34 @@ def _check_file(report: _Report, path: Path) -> None:
 
 
 def _check_dataset(report: _Report, folder: Path) -> None:
+    from layertap.datasets.joining import find_shares, joined_lookup, joined_manifest
     from layertap.datasets.lookup import load_lookup
     from layertap.datasets.manifest import read_manifest
     from layertap.datasets.verify import verify_parts
 
-    manifest = read_manifest(folder)
+    shares = find_shares(folder)
+    if shares:
+        joined_manifest(shares)  # they belong together
     samples = tokens = num_bytes = damaged = 0
-    for part in verify_parts(folder, manifest):
-        if part.error is not None:
-            damaged += 1
-            report.wrong_parts.append(part)
-            report.note_damage(str(part.error))
-            continue
-        samples += len(part.done)
-        tokens += sum(entry.tokens for entry in part.done)
-        num_bytes += part.num_bytes
+    for one in shares or [folder]:
+        for part in verify_parts(one, read_manifest(one)):
+            if part.error is not None:
+                damaged += 1
+                report.wrong_parts.append((one, part))
+                report.note_damage(str(part.error))
+                continue
+            samples += len(part.done)
+            tokens += sum(entry.tokens for entry in part.done)
+            num_bytes += part.num_bytes
     report.facts = {"samples": samples, "tokens": tokens, "bytes": num_bytes, "damaged_parts": damaged}
-    if not damaged:
-        load_lookup(folder, manifest.id)  # no sample stands in it twice
+    if not damaged:  # no sample stands in it twice
+        joined_lookup(folder, shares) if shares else load_lookup(folder, read_manifest(folder).id)
     state = "good" if not damaged else f"good, {plural(damaged, 'part')} damaged (run extract again to make them anew)"
     report.say(f"{folder}: {plural(samples, 'sample')}, {plural(tokens, 'token')}, {bytes_text(num_bytes)}: {state}")
 
 
 def _set_aside(report: _Report, path: Path) -> None:
+    from layertap.datasets.joining import find_shares
     from layertap.datasets.manifest import read_manifest
     from layertap.datasets.quarantine import set_aside_part, set_aside_samples
     from layertap.datasets.resume import locked_folder
@@ -177,11 +184,13 @@ def _set_aside(report: _Report, path: Path) -> None:
             assert report.checked is not None
             report.quarantined.append(set_aside(path, reason, report.checked))
     else:
-        with locked_folder(path):
-            for part in report.wrong_parts:
-                report.quarantined.append(set_aside_part(path, part.path, part.done, str(part.error)))
-            wrong = {position: reason for position, reason in report.wrong_samples.items() if position is not None}
-            report.quarantined += set_aside_samples(path, read_manifest(path), wrong)
+        wrong = {index: reason for index, reason in report.wrong_samples.items() if index is not None}
+        for folder in find_shares(path) or [path]:
+            with locked_folder(folder):
+                for one, part in report.wrong_parts:
+                    if one == folder:
+                        report.quarantined.append(set_aside_part(folder, part.path, part.done, str(part.error)))
+                report.quarantined += set_aside_samples(folder, read_manifest(folder), wrong)
     for aside in report.quarantined:
         report.say(f"moved aside: {aside}")
 
@@ -206,7 +215,7 @@ def _drawn(path: Path, count: int, share: float | None, seed: int) -> "Iterator[
     if share is not None:
         count = ceil(share * total)
     for position in sorted(Random(seed).sample(range(total), min(count, total))):
-        yield position, view_sample(path, position)
+        yield int(ds.indices[position]), view_sample(path, position)
 
 
 def _recompute(
@@ -220,7 +229,7 @@ def _recompute(
     from layertap.errors import OptionError
 
     reference: Reference | None = None
-    for position, view in views:
+    for index, view in views:
         if view.first_position:
             raise OptionError(
                 f"{view.title}: starts at position {view.first_position}, and the tokens before aren't in the file, so its "
@@ -258,4 +267,4 @@ def _recompute(
         )
         report.say(line)
         if not found.passed:
-            report.wrong_samples[position] = f"computed again with {model or view.model}: {line}"
+            report.wrong_samples[index] = f"computed again with {model or view.model}: {line}"

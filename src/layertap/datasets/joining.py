@@ -10,7 +10,7 @@ from pathlib import Path
 
 from layertap.datasets.lookup import Lookup, join_lookups, load_lookup
 from layertap.datasets.manifest import MANIFEST_NAME, Manifest, read_manifest
-from layertap.errors import ForeignError, MissingError
+from layertap.errors import ForeignError, MissingError, OptionError
 
 _NAME = re.compile(r"shard-(\d+)-of-(\d+)")
 
@@ -18,6 +18,25 @@ _NAME = re.compile(r"shard-(\d+)-of-(\d+)")
 def shard_folder(share: int, number: int) -> str:
     """The name of a share's folder."""
     return f"shard-{share}-of-{number}"
+
+
+def refuse_share_beside_set(folder: Path) -> None:
+    """Refuse to put a share into a data set: who opens that would never see it.
+
+    Raises:
+        OptionError: the folder is one.
+    """
+    if (folder / MANIFEST_NAME).exists():
+        raise OptionError(
+            f"{folder}: is a data set that wasn't split, so a share of another split has no place in it; choose another folder"
+        )
+
+
+def sets_in(folder: Path) -> list[Path]:
+    """A data set itself, or those shares that are in a folder, be they all or not; empty where there are none."""
+    if (folder / MANIFEST_NAME).exists():
+        return [folder]
+    return sorted(path.parent for path in folder.glob(f"*/{MANIFEST_NAME}") if _NAME.fullmatch(path.parent.name))
 
 
 def find_shares(folder: Path) -> list[Path]:

@@ -8,6 +8,8 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
+
 from layertap.datasets.index import PART_SUFFIX, SampleEntry, load_entries
 from layertap.datasets.lookup import load_lookup
 from layertap.datasets.manifest import Manifest
@@ -57,12 +59,14 @@ def set_aside_samples(folder: Path, manifest: Manifest, wrong: Mapping[int, str]
     Args:
         folder: the data set.
         manifest: its manifest.
-        wrong: position of a sample in the set, and what is wrong with it.
+        wrong: place of a sample in the input, and what is wrong with it; others are of another share.
     """
     lookup = load_lookup(folder, manifest.id)
     reasons: dict[Path, list[str]] = {}
-    for position, reason in wrong.items():
-        reasons.setdefault(lookup.parts[int(lookup.part[position])], []).append(reason)
+    for index, reason in wrong.items():
+        position = int(np.searchsorted(lookup.index, index))
+        if position < len(lookup) and lookup.index[position] == index:
+            reasons.setdefault(lookup.parts[int(lookup.part[position])], []).append(reason)
     for part, found in reasons.items():
         yield set_aside_part(folder, part, load_entries(part, manifest.id), "\n".join(found))
 
