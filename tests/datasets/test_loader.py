@@ -1,3 +1,5 @@
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -6,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from layertap.datasets import reader
 from layertap.datasets.loader import HiddenStatesDataset, HiddenStatesStream
 from layertap.datasets.reader import open_dataset
 from layertap.datasets.writer import ShardOptions
@@ -125,6 +128,58 @@ def test_a_state_of_another_order_is_refused(states):
     ):
         with pytest.raises(OptionError, match="of another order"):
             other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_that_outlive_an_epoch_go_on_with_the_next(states, method):
+    def expected(epoch):
+        stream = HiddenStatesStream(states, batch_size=3)
+        stream.set_epoch(epoch)
+        return [index for (index,) in DataLoader(stream, batch_size=1, collate_fn=indices)]
+
+    stream = pickle.loads(pickle.dumps(HiddenStatesStream(states, batch_size=3)))  # a copy is as good
+    stream.set_epoch(4)
+    stream.load_state_dict(stream.state_dict(num_taken=6))
+    loader = DataLoader(
+        stream,
+        batch_size=3,
+        num_workers=2,
+        persistent_workers=True,
+        collate_fn=indices,
+        multiprocessing_context=method,
+    )
+    seen = []
+    for epoch in (4, 5, 6):
+        if epoch > 4:
+            stream.set_epoch(epoch)
+        seen.append([index for batch in loader for index in batch])
+    assert seen == [expected(4)[6:], expected(5), expected(6)]
+
+
+def test_a_stream_that_is_made_before_the_process_group_has_the_rank_of_torchrun(states, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    stream = HiddenStatesStream(states)
+    assert (stream.rank, stream.num_ranks) == (1, 3)
+    assert (HiddenStatesStream(states, rank=0, num_ranks=1).num_ranks) == 1
+
+
+def test_a_state_past_the_end_of_an_epoch_is_refused(states):
+    stream = HiddenStatesStream(states)
+    for taken in (-1, NUM_SAMPLES + 1):
+        with pytest.raises(OptionError, match=f"num_taken is {taken}"):
+            stream.load_state_dict(stream.state_dict(num_taken=taken))
+
+
+def test_a_large_set_gives_the_same_in_the_same_order(states, monkeypatch):
+    stream = HiddenStatesStream(states, seed=2)
+    expected = [(item["index"], item["hidden_states"].numpy().tobytes()) for item in stream]
+    batches = [[0, 5], [40, 3, 3]]
+    monkeypatch.setattr(reader, "memory_bytes", lambda: 1)
+    large = HiddenStatesStream(states, seed=2)
+    assert [(item["index"], item["hidden_states"].numpy().tobytes()) for item in large] == expected
+    loader = DataLoader(HiddenStatesDataset(states), batch_sampler=batches, collate_fn=indices)
+    assert list(loader) == batches
 
 
 def test_options_that_cannot_be_are_refused(states):

@@ -1,4 +1,6 @@
+import ctypes
 import gc
+import mmap
 import os
 import pickle
 import resource
@@ -8,12 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from dataset_cases import ROW_BYTES, assert_holds, make_sample, write_dataset
+from dataset_cases import ROW_BYTES, assert_holds, make_manifest, make_sample, write_dataset
 
+from layertap.datasets import reader
 from layertap.datasets.index import part_paths
+from layertap.datasets.mapping import memory_bytes
 from layertap.datasets.reader import open_dataset
-from layertap.datasets.writer import ShardOptions
+from layertap.datasets.resume import locked_folder, prepare_folder
+from layertap.datasets.writer import DatasetWriter, ShardOptions
 from layertap.errors import CorruptError, ForeignError, MissingError, TornError
+from layertap.files.format import COMPRESSION
 
 SMALL = ShardOptions(shard_bytes=30 * ROW_BYTES, fsync=False)
 
@@ -157,3 +163,57 @@ def test_an_empty_set_is_empty(folder):
     assert list(open_dataset(folder)) == []
     with pytest.raises(IndexError):
         open_dataset(folder)[0]
+
+
+def test_what_was_read_of_the_index_does_not_travel_to_workers(states):
+    ds = open_dataset(states, verify=True)
+    list(ds)
+    assert [ds.entry(position).sample_id for position in range(2)] == ["id-0", "id-1"]
+    assert ds.failures
+    sent = pickle.dumps(ds)
+    assert all(text.encode() not in sent for text in ("id-1", "no 5", str(ds.entry(0).checksum)))
+    assert pickle.loads(pickle.dumps(ds))[0]["index"] == 0
+
+
+def resident(path):
+    """How many bytes of a file the page cache holds."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ, flags=mmap.MAP_PRIVATE) as mapped:
+        view = np.frombuffer(mapped, np.uint8)
+        pages = np.zeros(-(-len(view) // mmap.PAGESIZE), np.uint8)
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert not libc.mincore(
+            ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(len(view)), ctypes.c_void_p(pages.ctypes.data)
+        )
+        del view
+    return int((pages & 1).sum()) * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("compress", [None, COMPRESSION])
+def test_of_a_set_larger_than_memory_a_disk_reads_the_samples_and_nothing_around_them(folder, monkeypatch, compress):
+    manifest = make_manifest(hidden_size=16_384, options={"compress": compress})
+    row_bytes = 2 * 16_384 * 4
+    with locked_folder(folder), DatasetWriter(folder, prepare_folder(folder, manifest).manifest) as writer:
+        for index in range(200):
+            writer.add(make_sample(index, tokens=2, row_bytes=row_bytes))
+    (shard,) = folder.glob("shards/*.safetensors")
+
+    def read(positions):
+        """Cold; returns how many bytes of the shard are in the page cache afterwards."""
+        ds = open_dataset(folder, verify=True)[:]
+        gc.collect()  # what is mapped stays in the cache
+        with shard.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if resident(shard) > shard.stat().st_size // 10:
+            pytest.skip("this file system keeps what it is told to drop")
+        ds.will_need(positions)
+        for position in positions:
+            assert ds.raw(position)[0].tobytes() == make_sample(position, tokens=2, row_bytes=row_bytes).rows.tobytes()
+        return resident(shard)
+
+    monkeypatch.setattr(reader, "memory_bytes", lambda: 1 << 20)
+    few = read([3, 150, 77, 10])
+    # the token ids lie elsewhere, and around those of the first sample it reads what it likes
+    assert few < shard.stat().st_size // 4
+    monkeypatch.undo()
+    assert few <= read([3, 150, 77, 10])
+    assert memory_bytes() > 1 << 28

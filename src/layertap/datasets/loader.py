@@ -7,6 +7,7 @@ are shuffled, and the samples of a few neighbouring shards among one another, so
 mixed well. Both yield the items of `open_dataset`, tensors over the mapped files, without copies.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from layertap.datasets.reader import Dataset, DatasetItem, open_dataset
 from layertap.errors import OptionError
 
 _STATE_VERSION = 1
+_AHEAD = 16
+"""Samples of a large set that a disk is told of before their turn: 16 to 32 of them."""
 
 
 class HiddenStatesDataset(TorchDataset[DatasetItem]):
@@ -43,6 +46,7 @@ class HiddenStatesDataset(TorchDataset[DatasetItem]):
 
     def __getitems__(self, positions: list[int]) -> list[DatasetItem]:
         """A batch at once, as `DataLoader` asks for it."""
+        self.data.will_need(positions)
         return [self.data[position] for position in positions]
 
 
@@ -63,8 +67,8 @@ class HiddenStatesStream(IterableDataset[DatasetItem]):
         shuffle: off: the order of the input.
         seed: of the order.
         window_shards: how many shards are mixed at a time.
-        rank: of this process; default torch.distributed's, or 0.
-        num_ranks: of the job; default torch.distributed's, or 1.
+        rank: of this process; default torch.distributed's, or torchrun's (RANK), or 0.
+        num_ranks: of the job; default torch.distributed's, or torchrun's (WORLD_SIZE), or 1.
         drop_last: leave samples out where ranks can't share them evenly; otherwise repeat some.
         verify: compare each sample with its checksum when it is read; for a folder.
 
@@ -100,15 +104,30 @@ class HiddenStatesStream(IterableDataset[DatasetItem]):
         self.seed = seed
         self.window_shards = window_shards
         self.drop_last = drop_last
-        self.epoch = 0
-        self._first = 0
-        """Where the next iteration starts."""
+        self._place = _shared(torch.zeros(2, dtype=torch.int64))
+        """Epoch, and where in it the next iteration starts; shared, because workers may outlive an epoch."""
         self._num_taken: int | None = None
         """Samples of this epoch that the last iteration in this process has yielded, with those before its start."""
 
     def __len__(self) -> int:
         total, ranks = len(self.data), self.num_ranks
         return total // ranks if self.drop_last else -(-total // ranks)
+
+    @property
+    def epoch(self) -> int:
+        """Whose order it is."""
+        return int(self._place[0])
+
+    @property
+    def _first(self) -> int:
+        return int(self._place[1])
+
+    def _start_at(self, epoch: int, first: int) -> None:
+        self._place[0], self._place[1] = epoch, first
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._place = _shared(self._place)  # of a plain copy, too
 
     @property
     def num_left_out(self) -> int:
@@ -122,8 +141,7 @@ class HiddenStatesStream(IterableDataset[DatasetItem]):
 
     def set_epoch(self, epoch: int) -> None:
         """Start another epoch at its beginning, with another order."""
-        self.epoch = epoch
-        self._first = 0
+        self._start_at(epoch, 0)
         self._num_taken = None
 
     def state_dict(self, num_taken: int | None = None) -> dict[str, Any]:
@@ -168,9 +186,11 @@ class HiddenStatesStream(IterableDataset[DatasetItem]):
         ]
         if differing:
             raise OptionError(f"load_state_dict: the state is of another order of samples: {', '.join(differing)}")
-        self.epoch = int(state["epoch"])
-        self._first = int(state["num_taken"])
-        self._num_taken = self._first
+        epoch, num_taken = int(state["epoch"]), int(state["num_taken"])
+        if not 0 <= num_taken <= len(self):
+            raise OptionError(f"load_state_dict: num_taken is {num_taken}, and an epoch has {len(self)} samples a rank")
+        self._start_at(epoch, num_taken)
+        self._num_taken = num_taken
 
     def order(self) -> NDArray[np.int64]:
         """The positions that this rank yields in this epoch, all of them."""
@@ -187,13 +207,21 @@ class HiddenStatesStream(IterableDataset[DatasetItem]):
         if worker is not None:
             # the loader takes turns between its workers, batch by batch
             turn = np.arange(len(order)) // self.batch_size % worker.num_workers
-            for position in order[turn == worker.id].tolist():
-                yield self.data[position]
+            yield from self._items(order[turn == worker.id].tolist())
             return
-        self._num_taken, self._first = self._first, 0
-        for position in order.tolist():
+        self._num_taken = self._first
+        self._start_at(self.epoch, 0)
+        for item in self._items(order.tolist()):
             self._num_taken += 1
-            yield self.data[position]
+            yield item
+
+    def _items(self, order: list[int]) -> Iterator[DatasetItem]:
+        """The samples in this order; the disk is told of some of them beforehand."""
+        for first in range(0, len(order), _AHEAD):
+            # of those behind, as many as were told of before are still to be read
+            self.data.will_need(order[first + (_AHEAD if first else 0) : first + 2 * _AHEAD])
+            for position in order[first : first + _AHEAD]:
+                yield self.data[position]
 
     def _shuffled(self) -> NDArray[np.int64]:
         """Shards in random order; the samples of `window_shards` of them at a time in random order."""
@@ -214,7 +242,15 @@ def _opened(source: str | Path | Dataset, verify: bool) -> Dataset:
 
 
 def current_rank() -> tuple[int, int]:
-    """Rank of this process and number of ranks, by torch.distributed, or (0, 1)."""
+    """Rank of this process and number of ranks, by torch.distributed, else by what torchrun says, else (0, 1)."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return 0, 1
+    # a stream that is made before the process group must not give every rank everything
+    rank, num_ranks = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    return (int(rank), int(num_ranks)) if rank.isdecimal() and num_ranks.isdecimal() else (0, 1)
+
+
+def _shared(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in memory that worker processes share; as it is, where it already was."""
+    shared: torch.Tensor = tensor.share_memory_()  # type: ignore[no-untyped-call]
+    return shared

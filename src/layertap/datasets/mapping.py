@@ -4,10 +4,12 @@ Python's own `mmap` keeps a descriptor for every mapping (until 3.13 has no way 
 files would run into the usual limit of 1,024. So this calls mmap itself.
 """
 
+import contextlib
 import ctypes
 import mmap
 import os
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_HINT_BYTES = 128 << 10  # the kernel reads no more ahead for one hint than the disk's largest request, and says nothing
 
 
 class _Mapping:
@@ -56,3 +60,25 @@ def map_private(fd: int, size: int) -> NDArray[np.uint8]:
         OSError: the kernel's reason.
     """
     return np.asarray(_Mapping(fd, size))
+
+
+def will_need(part: NDArray[np.uint8]) -> None:
+    """Let the kernel begin to read a part of a mapping, and nothing around it; doesn't wait.
+
+    Args:
+        part: uint8 [bytes], contiguous, of what `map_private` gave.
+    """
+    if not part.size:
+        return
+    begin = part.__array_interface__["data"][0]
+    start, end = begin // mmap.PAGESIZE * mmap.PAGESIZE, begin + part.size
+    for at in range(start, end, _HINT_BYTES):
+        _libc.madvise(at, min(_HINT_BYTES, end - at), mmap.MADV_WILLNEED)  # only a hint: its failure is none
+
+
+def memory_bytes() -> int:
+    """The memory of the machine, or that which this process's group may take."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # there is no such limit
+        found = min(found, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return found

@@ -9,7 +9,7 @@ A set that is still being written can be opened; it shows the shards that are pu
 
 import contextlib
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, overload
@@ -18,13 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layertap.capture.spans import Spans
-from layertap.datasets.index import SampleEntry, load_entries, spans_of
+from layertap.datasets.index import SampleEntry, load_entries, read_part, spans_of
 from layertap.datasets.joining import find_shares, joined_lookup, joined_manifest
 from layertap.datasets.lookup import Lookup, load_lookup
 from layertap.datasets.manifest import Manifest, read_manifest
+from layertap.datasets.mapping import memory_bytes
 from layertap.datasets.shards import MappedShard
 from layertap.datasets.writer import file_info
-from layertap.errors import CorruptError, ForeignError
+from layertap.errors import CorruptError, ForeignError, HiddenStatesError
 from layertap.files.values import check_read_dtype, to_tensors
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class Dataset(Sequence[DatasetItem]):
         verify: bool,
         read_dtype: str | None = None,
         selection: NDArray[np.int64] | None = None,
+        large: bool | None = None,
     ) -> None:
         self.folder = folder
         self.manifest = manifest
@@ -102,9 +104,11 @@ class Dataset(Sequence[DatasetItem]):
         self._read_dtype = read_dtype
         self._selection = np.arange(len(lookup)) if selection is None else selection
         self._file_info = file_info(manifest)
+        self._large = large
         self._rows_in_file: NDArray[np.int64] | None = None
         self._mapped: dict[int, MappedShard] = {}
         self._entries: dict[int, list[SampleEntry]] = {}
+        self._checksums: dict[int, NDArray[np.bytes_]] = {}
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -150,10 +154,10 @@ class Dataset(Sequence[DatasetItem]):
     def failures(self) -> list[Failure]:
         """The inputs that have no sample, with the reason that was last on record."""
         failed: dict[int, Failure] = {}
-        for number in range(len(self._lookup.parts)):
-            for entry in self._part(number):
-                if entry.error is not None:
-                    failed[entry.index] = Failure(entry.index, entry.sample_id, entry.error)
+        for part, dataset_id in zip(self._lookup.parts, self._lookup.ids, strict=True):
+            columns = read_part(part, dataset_id, ("index", "sample_id", "error"))
+            for row in columns.filter(columns.column("error").is_valid()).to_pylist():
+                failed[row["index"]] = Failure(row["index"], row["sample_id"], row["error"])
         done = set(self._lookup.index.tolist())
         return [failed[index] for index in sorted(failed) if index not in done]
 
@@ -211,9 +215,42 @@ class Dataset(Sequence[DatasetItem]):
         """Return the bytes [tokens, bytes of a row] and the token ids of a sample, without torch."""
         return self._read(self._at(position), self._verify)
 
+    def will_need(self, positions: Iterable[int]) -> None:
+        """Say which samples are going to be read: a disk fetches those of a large set beside one another.
+
+        Does nothing for sets that memory can hold: what the kernel reads around a sample is of use there, too.
+
+        Args:
+            positions: in this set. Damage shows when they are read.
+        """
+        if self._is_large:
+            for at in map(self._at, positions):
+                with contextlib.suppress(HiddenStatesError, OSError):
+                    self._shard(self._lookup.file.item(at)).will_need(self._spans(at))
+
+    @property
+    def _is_large(self) -> bool:
+        """What the kernel reads around a sample would be gone again before its turn."""
+        if self._large is None:
+            rows = int(self._lookup.tokens.sum(dtype=np.int64)) - int(self._lookup.before.lengths().sum())
+            self._large = rows * self._file_info.row_bytes > memory_bytes() // 2
+        return self._large
+
     def _read(self, at: int, verify: bool) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         shard = self._shard(self._lookup.file.item(at))
-        return shard.read(self._spans(at), str(self._entry(at).checksum) if verify else None)
+        if self._is_large:
+            shard.will_need(self._spans(at))
+        return shard.read(self._spans(at), self._checksum(at) if verify else None)
+
+    def _checksum(self, at: int) -> str:
+        """From a column of its own: whole lines of the index of a million samples would take a gigabyte."""
+        number = self._lookup.part.item(at)
+        known = self._checksums.get(number)
+        if known is None:
+            column = read_part(self._lookup.parts[number], self._lookup.ids[number], ("checksum",)).column(0)
+            known = self._checksums[number] = np.array(column.fill_null("").to_pylist(), "S32")
+        found: bytes = known[self._lookup.line.item(at)]
+        return found.decode()
 
     def _spans(self, at: int) -> Spans:
         row, tokens = self._lookup.row.item(at), self._lookup.tokens.item(at)
@@ -244,11 +281,12 @@ class Dataset(Sequence[DatasetItem]):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # mappings can't be pickled; the other process makes its own
-        return {**self.__dict__, "_mapped": {}}
+        # mappings can't be pickled, and what was read is read again; the other process makes its own
+        return {**self.__dict__, "_mapped": {}, "_entries": {}, "_checksums": {}}
 
     def _with(self, **changes: Any) -> "Dataset":
-        options = {"verify": self._verify, "read_dtype": self._read_dtype, "selection": self._selection, **changes}
+        options: dict[str, Any] = {"verify": self._verify, "read_dtype": self._read_dtype, "large": self._large}
+        options |= {"selection": self._selection, **changes}
         return Dataset(self.folder, self.manifest, self._lookup, **options)
 
     def _at(self, position: int) -> int:

@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from layertap.capture.spans import Spans
-from layertap.datasets.mapping import map_private
+from layertap.datasets.mapping import map_private, will_need
 from layertap.errors import CorruptError, ForeignError, MissingError, TornError
 from layertap.files import format as fmt
 from layertap.files.publish import PendingFile
@@ -250,6 +250,14 @@ class MappedShard:
             return self._blocks.read(first, count)
         start = self._offset + first * self._row_bytes
         return self._bytes[start : start + count * self._row_bytes].reshape(count, self._row_bytes)
+
+    def will_need(self, spans: Spans) -> None:
+        """Let the kernel begin to read these rows, and nothing around them."""
+        for begin, end in spans:
+            if self._blocks is not None:
+                will_need(self._blocks.stored(begin, end))
+            else:
+                will_need(self._bytes[self._offset + begin * self._row_bytes : self._offset + end * self._row_bytes])
 
     def token_ids(self, first: int, count: int) -> NDArray[np.int64]:
         """Return int64 [count]; a view where the file's alignment allows it, which it does for usual sizes."""

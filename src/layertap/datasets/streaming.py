@@ -71,7 +71,7 @@ class ServerStream(IterableDataset[DatasetItem]):
         max_failures: so many records may fail; they are logged and kept in `failures`. One more ends the iteration.
         api_key: of the server.
         timeout: seconds that one request may take.
-        rank, num_ranks: of this process; default torch.distributed's, or 0 of 1.
+        rank, num_ranks: of this process; default torch.distributed's, or torchrun's, or 0 of 1.
         connect: makes the client; for tests and special transports.
 
     Attributes:

@@ -76,6 +76,12 @@ class BlockRows:
         """Rows of the file."""
         return int(self._table[-1, 0])
 
+    def stored(self, begin: int, end: int) -> NDArray[np.uint8]:
+        """The compressed bytes of the blocks that hold some rows."""
+        first = max(0, int(np.searchsorted(self._table[:, 0], begin, "right")) - 1)
+        last = int(np.searchsorted(self._table[:, 0], end, "left"))
+        return self._stored[self._table[first, 1] : self._table[min(last, len(self._table) - 1), 1]]
+
     def read(self, first: int, count: int) -> NDArray[np.uint8]:
         """Decompress rows: uint8 [count, bytes of a row].
 
