@@ -1,6 +1,8 @@
 """What is found wrong is kept aside, where no reader and no run takes it for good, with its reason; nothing is deleted."""
 
+import fcntl
 import json
+import os
 import sys
 
 import numpy as np
@@ -172,6 +174,27 @@ def test_a_file_that_was_replaced_or_is_being_written_is_left_alone(tmp_path):
     lock.remove()
     assert read_file(path).rows.tobytes() == rows.tobytes()
     assert not kept(tmp_path)
+
+
+def test_a_reader_that_looks_at_the_lock_doesnt_save_a_wrong_file_from_quarantine(tmp_path, monkeypatch):
+    path = tmp_path / "a.safetensors"
+    write_sample(make_recorder(), path, SPEC)
+    reader = os.open(f"{path}.lock", os.O_RDWR)
+    real = fcntl.flock
+    real(reader, fcntl.LOCK_SH)
+
+    def flock(fd, operation):
+        try:
+            return real(fd, operation)
+        except BlockingIOError:
+            if operation & fcntl.LOCK_EX:  # its look is over
+                real(reader, fcntl.LOCK_UN)
+            raise
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    aside = set_aside(path, "they are wrong", path.stat())
+    os.close(reader)
+    assert kept(tmp_path) == [aside]
 
 
 def test_a_foreign_file_and_a_missing_one_are_left_alone(tmp_path, run):

@@ -216,11 +216,11 @@ def test_without_flock_a_reader_still_waits_and_notices_death(tmp_path, monkeypa
     capture = make_recorder().admit(spec, request_id="r", path=path)
     with pytest.raises(WaitTimeoutError):
         load_hidden_states(path, timeout=0.05)
+    holder = {**read_content(path.with_name("a.safetensors.lock")).holder, "pid": 2**22 - 1}
     capture.add(Rows(0, 0, ids, slice(0, 2), rows))
     capture.finish(ids, "prefill").result(30)
     assert load_hidden_states(path, timeout=5)["token_ids"].tolist() == ids.tolist()
     gone = tmp_path / "b.safetensors"
-    holder = {**read_content(path.with_name("a.safetensors.lock")).holder, "pid": 2**22 - 1}
     gone.with_name("b.safetensors.lock").write_text(json.dumps({"holder": holder}))
     with pytest.raises(WriterDiedError):
         load_hidden_states(gone, timeout=5)

@@ -20,8 +20,9 @@ from pathlib import Path
 from layertap.errors import TargetExistsError, WaitTimeoutError, WriterDiedError
 
 LOCK_SUFFIX = ".lock"
+NO_FLOCK = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+"""What a file system answers that has no flock."""
 _CONTENT_BYTES = 4096
-_NO_FLOCK = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _LIVENESS_SECONDS = 0.5
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 0.0005, 0.02
 
@@ -57,7 +58,8 @@ class WriterLock:
         self.path = path.with_name(path.name + LOCK_SUFFIX)
         self._request_id = request_id
         self._replaces = replaces
-        self._fd = _acquire(self.path, patience_seconds)
+        self._told = False
+        self._fd, self._flocked = _acquire(self.path, patience_seconds)
         try:
             self._write(None)
         except BaseException:
@@ -73,6 +75,7 @@ class WriterLock:
     def note_error(self, reason: str) -> None:
         """Put the reason into the lock file itself: the last resort on a full disk."""
         self._write(reason)
+        self._told = True
 
     def _write(self, error: str | None) -> None:
         content: dict[str, object] = {"holder": _identify(os.getpid()), "request_id": self._request_id, "error": error}
@@ -84,7 +87,18 @@ class WriterLock:
         os.pwrite(self._fd, raw.ljust(_CONTENT_BYTES, b" "), 0)
 
     def release(self) -> None:
-        """Wake the readers. The lock file stays."""
+        """Wake the readers. The lock file stays, but where there is no flock: its content would go on saying that we write."""
+        if self._fd >= 0 and not (self._flocked or self._told):
+            with contextlib.suppress(OSError):
+                self.path.unlink(missing_ok=True)
+        self._close()
+
+    def remove(self) -> None:
+        """Take the lock file away and release it (nobody learnt the path)."""
+        self.path.unlink(missing_ok=True)
+        self._close()
+
+    def _close(self) -> None:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             # unlock explicitly: a forked child may still hold a copy of the descriptor
@@ -92,11 +106,6 @@ class WriterLock:
                 fcntl.flock(fd, fcntl.LOCK_UN)
             with contextlib.suppress(OSError):  # the descriptor is gone either way
                 os.close(fd)
-
-    def remove(self) -> None:
-        """Take the lock file away and release it (nobody learnt the path)."""
-        self.path.unlink(missing_ok=True)
-        self.release()
 
 
 def read_content(lock_path: Path) -> LockContent | None:
@@ -114,7 +123,7 @@ def read_content(lock_path: Path) -> LockContent | None:
 def is_held(lock_path: Path) -> bool:
     """True while a live writer holds the lock."""
     try:
-        fd = _open_for_reading(lock_path)
+        fd = open_for_flock(lock_path)
     except FileNotFoundError:
         return False
     try:
@@ -142,14 +151,14 @@ def wait_for_writer(path: Path, timeout_seconds: float) -> None:
     pause = _FIRST_PAUSE_SECONDS
     while True:
         try:
-            fd = _open_for_reading(lock_path)
+            fd = open_for_flock(lock_path)
         except FileNotFoundError:
             return
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as exc:
             flock_works = exc.errno in {errno.EWOULDBLOCK, errno.EACCES}
-            if not flock_works and exc.errno not in _NO_FLOCK:
+            if not flock_works and exc.errno not in NO_FLOCK:
                 raise
             if not flock_works and path.exists():
                 return
@@ -176,7 +185,8 @@ def wait_for_writer(path: Path, timeout_seconds: float) -> None:
         pause = min(pause * 1.5, _LAST_PAUSE_SECONDS)
 
 
-def _acquire(lock_path: Path, patience_seconds: float) -> int:
+def _acquire(lock_path: Path, patience_seconds: float) -> tuple[int, bool]:
+    """The descriptor, and whether the lock is more than the file's content."""
     deadline = time.monotonic() + patience_seconds
     while True:
         fd = os.open(lock_path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o664)
@@ -184,10 +194,10 @@ def _acquire(lock_path: Path, patience_seconds: float) -> int:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as exc:
             content = read_content(lock_path)
-            if exc.errno in _NO_FLOCK and (content is None or content.error or content.holder_is_dead()):
-                return fd
+            if exc.errno in NO_FLOCK and (content is None or content.error or content.holder_is_dead()):
+                return fd, False
             os.close(fd)
-            if exc.errno not in {errno.EWOULDBLOCK, errno.EACCES} | _NO_FLOCK:
+            if exc.errno not in {errno.EWOULDBLOCK, errno.EACCES} | NO_FLOCK:
                 raise
             # a reader's shared lock goes away by itself, a writer's doesn't
             if time.monotonic() >= deadline:
@@ -203,18 +213,19 @@ def _acquire(lock_path: Path, patience_seconds: float) -> int:
             continue
         with contextlib.suppress(FileNotFoundError):
             if os.stat(lock_path).st_ino == os.fstat(fd).st_ino:
-                return fd
+                return fd, True
         os.close(fd)  # it was removed between open and flock: take the new one
 
 
-def _open_for_reading(lock_path: Path) -> int:
+def open_for_flock(path: Path) -> int:
+    """Open a file to lock it: for writing where that is permitted, since NFS grants an exclusive flock on such descriptors only."""
     try:
-        return os.open(lock_path, os.O_RDWR | os.O_CLOEXEC)  # NFS grants flock on writable descriptors only
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except PermissionError:
-        return os.open(lock_path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as exc:
         if exc.errno == errno.EROFS:
-            return os.open(lock_path, os.O_RDONLY | os.O_CLOEXEC)
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         raise
 
 

@@ -23,6 +23,7 @@ from layertap.files.locks import WriterLock
 from layertap.files.paths import error_path, quarantine_path, temporary_path
 
 _FILE_MODE = 0o664  # cut by the umask; never world-writable
+_READERS_MOMENT_SECONDS = 1.0  # readers that wait look at the lock every so often, and each look holds it for a moment
 
 
 class PendingFile:
@@ -70,15 +71,11 @@ class PendingFile:
         # a reader that finds the old file after this writer has died must not take it for the new one
         replaces = overwrite and os.path.lexists(path)
         self._lock = WriterLock(path, request_id, replaces=replaces) if lock else None
-        self.temporary = temporary_path(path)
         try:
             self._refuse_existing()  # it may have been published while we waited for the lock
             error_path(path).unlink(missing_ok=True)
-            self._fd = os.open(self.temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, _FILE_MODE)
-            with contextlib.suppress(OSError):  # tells the reaper that the file has a living writer
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.temporary, self._fd = _create_temporary(path)
         except BaseException:
-            self._drop_temporary()
             if self._lock is not None:
                 self._lock.remove()
             raise
@@ -292,14 +289,16 @@ class PendingFile:
 def write_error(path: Path, reason: str, request_id: str | None) -> None:
     """Publish `<path>.error`, atomically."""
     target = error_path(path)
-    temporary = temporary_path(target)
     record: dict[str, object] = {"reason": reason, "request_id": request_id}
     with contextlib.suppress(OSError):  # the file that was to be replaced: its reader must not take it for the new one
         record["stands"] = fmt.identity(os.stat(path))
+    temporary, fd = _create_temporary(target)
     try:
-        with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, _FILE_MODE), "w") as file:
+        with open(fd, "w") as file:
             json.dump(record, file)
-        temporary.replace(target)
+            file.flush()
+            os.close(os.dup(fd))  # as in `PendingFile`
+            temporary.replace(target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -325,7 +324,7 @@ def set_aside(path: Path, reason: str, checked: os.stat_result) -> Path:
         TargetExistsError: the file is another one by now, or is being written anew.
         OSError: the folder can't be written to.
     """
-    lock = WriterLock(path, None, patience_seconds=0.0)
+    lock = WriterLock(path, None, patience_seconds=_READERS_MOMENT_SECONDS)
     try:
         if fmt.identity(os.stat(path)) != fmt.identity(checked):
             raise TargetExistsError(errno.EEXIST, "is another file than the one that was checked", str(path))
@@ -337,6 +336,23 @@ def set_aside(path: Path, reason: str, checked: os.stat_result) -> Path:
     finally:
         lock.remove()
     return aside
+
+
+def _create_temporary(path: Path) -> tuple[Path, int]:
+    """A new file beside `path` and its descriptor, whose flock tells the reaper that it has a living writer."""
+    while True:
+        temporary = temporary_path(path)
+        fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, _FILE_MODE)
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_EX)  # waits for a reaper that looks at it in this moment
+            if os.fstat(fd).st_nlink:
+                return temporary, fd
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            os.close(fd)
+            raise
+        os.close(fd)  # the reaper was here before us
 
 
 def pwrite_all(fd: int, data: NDArray[np.generic], offset: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from layertap.errors import HiddenStatesError
-from layertap.files.locks import LOCK_SUFFIX, is_held, read_content
+from layertap.files.locks import LOCK_SUFFIX, NO_FLOCK, is_held, open_for_flock, read_content
 from layertap.files.paths import SUFFIX, TEMP_SUFFIX, error_path
 from layertap.files.read import read_header
 
@@ -56,25 +56,29 @@ def reap(
     for entry in list(_entries(folder)):
         path = Path(entry.path)
         if entry.name.startswith(".") and entry.name.endswith(TEMP_SUFFIX):
-            if not _in_use(path):
-                found.freed_bytes += _remove(path, dry_run)
-                found.temporaries.append(path)
+            with _held(path, without_flock=False) as idle:  # nobody says there that its writer is dead
+                if idle and (freed := _remove(path, dry_run)) is not None:
+                    found.freed_bytes += freed
+                    found.temporaries.append(path)
+        elif deadline is None:
+            continue
         elif entry.name.endswith(LOCK_SUFFIX):
-            target = path.with_name(entry.name.removesuffix(LOCK_SUFFIX))
-            # a lock without a file or a reason tells waiting readers that the writer died: keep it for them for a while
-            settled = target.exists() or error_path(target).exists()
-            expired = deadline is not None and _mtime(path) < deadline
-            if expired and not settled and _is_our_lock(path) and not is_held(path):
-                _remove(path, dry_run)
-                found.locks.append(path)
-        elif deadline is not None and (entry.name.endswith(SUFFIX) or entry.name.endswith(SUFFIX + ".error")):
+            if _is_orphan(path, deadline):
+                with _no_writer(path) as idle:
+                    if idle and _is_orphan(path, deadline) and _remove(path, dry_run) is not None:
+                        found.locks.append(path)
+        elif entry.name.endswith(SUFFIX) or entry.name.endswith(SUFFIX + ".error"):
             target = path.with_name(entry.name.removesuffix(".error"))
-            lock = target.with_name(target.name + LOCK_SUFFIX)
-            ours = _is_ours(path, only_marked) if path == target else _is_error(path)
-            if _mtime(path) < deadline and ours and not is_held(lock) and not _in_use(path):
-                found.freed_bytes += _remove(path, dry_run)
-                _remove(lock, dry_run)
-                found.expired.append(path)
+            if _mtime(path) < deadline and (_is_ours(path, only_marked) if path == target else _is_error(path)):
+                lock = _lock_of(target)
+                # looked at once more when nobody can write it any more: it may have been replaced meanwhile
+                with _no_writer(lock) as unwritten, _held(path) as unread:
+                    if not (unwritten and unread and _mtime(path) < deadline):
+                        continue
+                    if (freed := _remove(path, dry_run)) is not None:
+                        _remove(lock, dry_run)
+                        found.freed_bytes += freed
+                        found.expired.append(path)
     return found
 
 
@@ -83,14 +87,32 @@ def remove_idle(path: Path) -> int | None:
 
     Returns:
         The bytes freed, or None where it stays.
+
+    Raises:
+        OSError: it can't be removed.
     """
-    lock = path.with_name(path.name + LOCK_SUFFIX)
-    if is_held(lock) or _in_use(path):
-        return None
-    freed = _remove(path, False)
-    _remove(error_path(path), False)
-    _remove(lock, False)
+    lock = _lock_of(path)
+    freed = 0
+    with _no_writer(lock) as unwritten, _held(path) as unread:
+        if not (unwritten and unread):
+            return None
+        for one in (path, error_path(path), lock):
+            with contextlib.suppress(FileNotFoundError):
+                size = one.stat().st_size
+                one.unlink()
+                freed += size if one == path else 0
     return freed
+
+
+def _lock_of(target: Path) -> Path:
+    return target.with_name(target.name + LOCK_SUFFIX)
+
+
+def _is_orphan(lock: Path, deadline: float) -> bool:
+    """A lock without a file or a reason tells waiting readers that the writer died: it is kept for them for a while."""
+    target = lock.with_name(lock.name.removesuffix(LOCK_SUFFIX))
+    settled = target.exists() or error_path(target).exists()
+    return not settled and _mtime(lock) < deadline and _is_our_lock(lock)
 
 
 def _is_ours(path: Path, only_marked: bool) -> bool:
@@ -135,20 +157,41 @@ def _entries(folder: Path) -> Iterator["os.DirEntry[str]"]:
                     yield entry
 
 
-def _in_use(path: Path) -> bool:
-    """A living writer holds a flock on its temporary file, a reader that wants to keep a file a shared one."""
+@contextlib.contextmanager
+def _held(path: Path, *, without_flock: bool = True) -> Iterator[bool]:
+    """Hold a file's flock, so that nobody begins to use it while it is removed. False while somebody does.
+
+    A living writer holds a flock on its temporary file, a reader that wants to keep a file a shared one.
+
+    Args:
+        path: the file; one that isn't there is used by nobody.
+        without_flock: the answer where flock isn't to be had.
+    """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_for_flock(path)
+    except FileNotFoundError:
+        yield True
+        return
     except OSError:
-        return False
+        yield False
+        return
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True  # also where flock isn't to be had: when in doubt, keep
-    else:
-        return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            idle = True
+        except OSError as exc:
+            idle = without_flock and exc.errno in NO_FLOCK
+        yield idle
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def _no_writer(lock: Path) -> Iterator[bool]:
+    """Hold a writers' lock while what it stands for is removed. False while a living writer does."""
+    with _held(lock, without_flock=False) as held:
+        # not held: by a reader for a moment, by a copy of a dead writer's descriptor, or since there is no flock
+        yield held or not is_held(lock)
 
 
 def _mtime(path: Path) -> float:
@@ -158,11 +201,12 @@ def _mtime(path: Path) -> float:
         return float("inf")
 
 
-def _remove(path: Path, dry_run: bool) -> int:
+def _remove(path: Path, dry_run: bool) -> int | None:
+    """Remove a file; returns its size, or None where somebody else removed it or it can't be."""
     try:
         size = path.stat().st_size
         if not dry_run:
             path.unlink()
     except OSError:
-        return 0
+        return None
     return size

@@ -5,6 +5,7 @@ was delivered over HTTP goes first. What is being written or read never goes. A 
 thread ended, the store would fill up.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -100,7 +101,10 @@ class Reaper:
         for path in sorted(self._delivered(), key=_age):
             if freed >= num_bytes:
                 break
-            removed = remove_idle(path) if path.parent == self._folder and path.exists() else None
+            removed = None
+            if path.parent == self._folder and path.exists():
+                with contextlib.suppress(OSError):  # the next one may go
+                    removed = remove_idle(path)
             if removed is not None:
                 freed += removed
                 self._count("quota", 1, removed)

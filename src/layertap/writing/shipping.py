@@ -78,7 +78,6 @@ class Shipper:
                 self._attempt(lambda: self._put_reason(target, name, reason))
                 return
             self._attempt(lambda: self._put(path, target))
-            self._freed(remove_idle(path) or 0)
             self._count("stored")
         except Exception as exc:
             logger.exception("%s could not be stored at %s; it stays on this machine", path, self._base)
@@ -87,6 +86,14 @@ class Shipper:
                 self._put_reason(target, name, f"it could not be stored: {exc}")
             except Exception:
                 logger.exception("and neither could the reason")
+        else:
+            self._drop_copy(path)
+
+    def _drop_copy(self, path: Path) -> None:
+        try:
+            self._freed(remove_idle(path) or 0)
+        except OSError:
+            logger.exception("%s was stored at %s; its copy here can't be removed", path, self._base)
 
     def _count(self, outcome: str) -> None:
         with self._lock:
