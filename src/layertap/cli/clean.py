@@ -12,7 +12,7 @@ def clean(
     folder: Annotated[Path, typer.Argument(help="A data set, or a storage of request files.", show_default=False)],
     ttl_seconds: Annotated[
         float | None,
-        typer.Option(help="In a storage, also published files older than this.", show_default=False),
+        typer.Option(min=0, help="In a storage, also published files older than this.", show_default=False),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
 ) -> None:

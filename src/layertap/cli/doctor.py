@@ -3,10 +3,11 @@
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layertap.cli.options import AsJson, Device, EngineName, Model, Revision, TrustRemoteCode
 from layertap.cli.reporting import PARTLY, errors_explained, quiet_libraries
 
 if TYPE_CHECKING:
@@ -20,20 +21,16 @@ _DECADES = 8
 
 
 def doctor(
-    model: Annotated[str, typer.Argument(help="Folder, hub id or GGUF file.", show_default=False)],
+    model: Model,
     storage: Annotated[Path, typer.Option(help="The folder that files would go to; it is examined too.")] = Path(
         "/tmp"
     ),
-    engine: Annotated[
-        Literal["transformers", "vllm"], typer.Option(help="Which engine computes the rows.")
-    ] = "transformers",
+    engine: EngineName = "transformers",
     dtype: Annotated[str, typer.Option(help="Compute dtype: auto, float32, bfloat16, float16.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default=False)] = None,
-    revision: Annotated[str | None, typer.Option(help="Revision on the hub.", show_default=False)] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Code of the checkpoint may run.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    device: Device = None,
+    revision: Revision = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
     picture: Annotated[
         Path | None,
         typer.Option(help="Draw the errors by layer into this file (.png, .svg, .pdf).", show_default=False),

@@ -10,6 +10,27 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
+from layertap.cli.options import (
+    INPUT,
+    MODEL,
+    ROWS,
+    Device,
+    Dtype,
+    EngineName,
+    Field,
+    InputFormat,
+    Layers,
+    Limit,
+    MaxModelLen,
+    MaxNumBatchedTokens,
+    Model,
+    Positions,
+    Quiet,
+    Revision,
+    SaveDtype,
+    Tokenizer,
+    TrustRemoteCode,
+)
 from layertap.cli.reporting import (
     PARTLY,
     STOPPED,
@@ -33,52 +54,35 @@ if TYPE_CHECKING:
 Report = TypeVar("Report")
 
 _SHOWN_FAILURES = 10
-_RUN, _INPUT, _ANSWERS, _MODEL = "What to take", "Input", "Answers of the model", "Model and engine"
-_CLUSTER = "Cluster"
+_ANSWERS, _CLUSTER = "Answers of the model", "Cluster"
 
 
 def extract(
-    model: Annotated[str, typer.Argument(help="Folder, hub id or GGUF file.", show_default=False)],
+    model: Model,
     input: Annotated[
         Path,
         typer.Argument(help="JSONL, JSON array, Parquet or text: one prompt or chat a record.", show_default=False),
     ],
-    layers: Annotated[
-        str,
-        typer.Option(
-            help="Layer ids (2,18,33; -1 is the last block's output) or a preset (eagle3, dflash, all, last).",
-            rich_help_panel=_RUN,
-            show_default=False,
-        ),
-    ],
+    layers: Layers,
     out: Annotated[
         Path,
         typer.Option(
             help="Folder of the data set. Run the same command again to continue.",
-            rich_help_panel=_RUN,
+            rich_help_panel=ROWS,
             show_default=False,
         ),
     ],
     layout: Annotated[
-        Literal["shards", "files"], typer.Option(help="Many samples a file, or one.", rich_help_panel=_RUN)
+        Literal["shards", "files"], typer.Option(help="Many samples a file, or one.", rich_help_panel=ROWS)
     ] = "shards",
-    save_dtype: Annotated[
-        Literal["float32", "bfloat16", "float16", "fp8_e4m3"] | None,
-        typer.Option(help="Dtype of the saved rows; default the compute dtype.", rich_help_panel=_RUN),
-    ] = None,
-    positions: Annotated[
-        Literal["all", "trained"],
-        typer.Option(
-            help="trained: only the rows of the tokens in the loss mask, and the row before each turn.",
-            rich_help_panel=_RUN,
-        ),
-    ] = "all",
+    save_dtype: SaveDtype = None,
+    positions: Positions = "all",
     share_prefixes: Annotated[
         bool,
         typer.Option(
             "--share-prefixes",
             help="What samples near one another have in common at their beginning is computed and stored once.",
-            rich_help_panel=_RUN,
+            rich_help_panel=ROWS,
         ),
     ] = False,
     compress: Annotated[
@@ -86,52 +90,46 @@ def extract(
         typer.Option(
             "--compress",
             help="Store rows in compressed blocks (zstd), lossless; reading costs more.",
-            rich_help_panel=_RUN,
+            rich_help_panel=ROWS,
         ),
     ] = False,
-    shard_size: Annotated[str, typer.Option(help="A shard is closed at this size.", rich_help_panel=_RUN)] = "2GiB",
+    shard_size: Annotated[str, typer.Option(help="A shard is closed at this size.", rich_help_panel=ROWS)] = "2GiB",
     shard_seconds: Annotated[
-        float, typer.Option(help="A shard is closed after this time; the most that a kill costs.", rich_help_panel=_RUN)
+        float, typer.Option(help="A shard is closed after this time; the most that a kill costs.", rich_help_panel=ROWS)
     ] = 30.0,
     fsync: Annotated[
-        bool, typer.Option(help="Sync each shard to the disk before it gets its name.", rich_help_panel=_RUN)
+        bool, typer.Option(help="Sync each shard to the disk before it gets its name.", rich_help_panel=ROWS)
     ] = True,
     resume_check: Annotated[
         Literal["rows", "headers"],
-        typer.Option(help="How much of what is done already is checked by checksum.", rich_help_panel=_RUN),
+        typer.Option(help="How much of what is done already is checked by checksum.", rich_help_panel=ROWS),
     ] = "rows",
     shard: Annotated[
         str | None,
         typer.Option(
             help="i/n, i from 0: only every n-th record, into OUT/shard-i-of-n; for several machines.",
-            rich_help_panel=_INPUT,
+            rich_help_panel=INPUT,
             show_default=False,
         ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first so many records.", rich_help_panel=_INPUT)] = None,
-    input_format: Annotated[
-        Literal["jsonl", "json", "parquet", "text"] | None,
-        typer.Option(help="Default: by the file's suffix.", rich_help_panel=_INPUT),
-    ] = None,
-    field: Annotated[
-        Literal["prompt", "prompt_token_ids", "messages", "conversations"] | None,
-        typer.Option(help="What to read where a record has several.", rich_help_panel=_INPUT),
-    ] = None,
+    limit: Limit = None,
+    input_format: InputFormat = None,
+    field: Field = None,
     text_unit: Annotated[
         Literal["line", "paragraph", "file"],
-        typer.Option(help="What one prompt of a text file is.", rich_help_panel=_INPUT),
+        typer.Option(help="What one prompt of a text file is.", rich_help_panel=INPUT),
     ] = "line",
     add_generation_prompt: Annotated[
         bool,
         typer.Option(
             "--add-generation-prompt",
             help="End each chat with the header of the assistant's next turn.",
-            rich_help_panel=_INPUT,
+            rich_help_panel=INPUT,
         ),
     ] = False,
     loss_mask: Annotated[
         bool,
-        typer.Option(help="Find the tokens of chats that the model would have generated.", rich_help_panel=_INPUT),
+        typer.Option(help="Find the tokens of chats that the model would have generated.", rich_help_panel=INPUT),
     ] = True,
     regenerate: Annotated[
         bool,
@@ -155,37 +153,23 @@ def extract(
         typer.Option(
             help="For chat templates that print today's date; default the day of the set's first run.",
             formats=["%Y-%m-%d"],
-            rich_help_panel=_INPUT,
+            rich_help_panel=INPUT,
             show_default=False,
         ),
     ] = None,
-    engine: Annotated[Literal["transformers", "vllm"], typer.Option(rich_help_panel=_MODEL)] = "transformers",
-    dtype: Annotated[
-        str | None, typer.Option(help="Compute dtype; default chosen for the machine.", rich_help_panel=_MODEL)
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help="cpu, cuda, cuda:1, ...; default a GPU if there is one.", rich_help_panel=_MODEL),
-    ] = None,
-    revision: Annotated[str | None, typer.Option(help="Of the hub.", rich_help_panel=_MODEL)] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Where it isn't the model's own.", rich_help_panel=_MODEL)
-    ] = None,
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option("--trust-remote-code", help="Code of the checkpoint may run.", rich_help_panel=_MODEL),
-    ] = False,
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Longer prompts fail, said one by one.", rich_help_panel=_MODEL)
-    ] = None,
-    max_num_batched_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens of one forward.", rich_help_panel=_MODEL)
-    ] = None,
+    engine: EngineName = "transformers",
+    dtype: Dtype = None,
+    device: Device = None,
+    revision: Revision = None,
+    tokenizer: Tokenizer = None,
+    trust_remote_code: TrustRemoteCode = False,
+    max_model_len: MaxModelLen = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
     max_memory: Annotated[
         str | None,
         typer.Option(
             help="Of the GPU, such as 24GiB; blocks that don't fit in it are streamed. Default what is free.",
-            rich_help_panel=_MODEL,
+            rich_help_panel=MODEL,
             show_default=False,
         ),
     ] = None,
@@ -200,7 +184,7 @@ def extract(
         typer.Option(help="Default: one for each GPU of the cluster.", rich_help_panel=_CLUSTER, show_default=False),
     ] = None,
     ray_cpus: Annotated[float, typer.Option(help="CPUs that each actor asks for.", rich_help_panel=_CLUSTER)] = 1.0,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Extract hidden states of a file of prompts into a data set.
 

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from layertap.cli.options import Quiet
 from layertap.cli.reporting import PARTLY, bytes_text, errors_explained, plural, say, say_error
 
 _MOST_SHOWN = 20
@@ -34,7 +35,7 @@ def import_(
     compress: Annotated[
         bool, typer.Option("--compress", help="Store rows in compressed blocks, lossless; reading costs more.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No summary; errors are still said.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Make a data set of hidden states that others wrote: checked, with checksums, an index and a manifest.
 

@@ -1,10 +1,25 @@
 """`layertap plan`: what an extraction would take."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layertap.cli.options import (
+    Device,
+    Dtype,
+    Field,
+    InputFormat,
+    Layers,
+    Limit,
+    MaxModelLen,
+    Model,
+    Positions,
+    Revision,
+    SaveDtype,
+    Tokenizer,
+    TrustRemoteCode,
+)
 from layertap.cli.reporting import bytes_text, errors_explained, plural, quiet_libraries, seconds_text
 
 if TYPE_CHECKING:
@@ -12,33 +27,26 @@ if TYPE_CHECKING:
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="Folder, hub id or GGUF file.", show_default=False)],
+    model: Model,
     input: Annotated[Path, typer.Argument(help="As for extract.", show_default=False)],
-    layers: Annotated[str, typer.Option(help="Layer ids or a preset.", show_default=False)],
+    layers: Layers,
     out: Annotated[Path, typer.Option(help="Where the data set would go; for the free space.")] = Path(),
-    save_dtype: Annotated[
-        Literal["float32", "bfloat16", "float16", "fp8_e4m3"] | None, typer.Option(help="Dtype of the saved rows.")
-    ] = None,
-    positions: Annotated[Literal["all", "trained"], typer.Option(help="Which rows are kept.")] = "all",
+    save_dtype: SaveDtype = None,
+    positions: Positions = "all",
     sample: Annotated[int, typer.Option(min=1, help="How many records are tokenized.")] = 1000,
     measure: Annotated[
         bool, typer.Option("--measure", help="Load the model and run the sample for a while, to know the time.")
     ] = False,
     measure_seconds: Annotated[float, typer.Option(help="How long.")] = 15.0,
-    limit: Annotated[int | None, typer.Option(help="Only the first so many records.")] = None,
-    input_format: Annotated[
-        Literal["jsonl", "json", "parquet", "text"] | None, typer.Option(help="Default: by the file's suffix.")
-    ] = None,
-    field: Annotated[
-        Literal["prompt", "prompt_token_ids", "messages", "conversations"] | None,
-        typer.Option(help="What to read where a record has several."),
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="Compute dtype.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
-    revision: Annotated[str | None, typer.Option(help="Of the hub.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Where it isn't the model's own.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Code may run.")] = False,
-    max_model_len: Annotated[int | None, typer.Option(help="Longer prompts fail.")] = None,
+    limit: Limit = None,
+    input_format: InputFormat = None,
+    field: Field = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    revision: Revision = None,
+    tokenizer: Tokenizer = None,
+    trust_remote_code: TrustRemoteCode = False,
+    max_model_len: MaxModelLen = None,
 ) -> None:
     """Say what an extraction would take: tokens, disk, memory, time, and what options would save.
 

@@ -2,151 +2,144 @@
 
 import logging
 import os
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
+from layertap.cli.options import (
+    HTTP,
+    MODEL,
+    ROWS,
+    AllowDelete,
+    ApiKey,
+    Device,
+    Dtype,
+    EngineName,
+    Host,
+    MaxModelLen,
+    MaxNumBatchedTokens,
+    Model,
+    Port,
+    Revision,
+    SaveDtype,
+    Tokenizer,
+    TrustRemoteCode,
+)
 from layertap.cli.reporting import errors_explained, parse_bytes, quiet_libraries
 
-_MODEL, _STORE, _HTTP, _VLLM = "Model and engine", "Hidden states", "HTTP", "vLLM's documented flags"
+_VLLM = "vLLM's documented flags"
 _NEEDLESS = ("--no-enable-chunked-prefill", "--enable-chunked-prefill")
 """Part of vLLM's documented command; rows are the same either way here."""
-API_KEY_ENV = "LAYERTAP_API_KEY"
 
 
 def serve(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Folder, hub id or GGUF file.", show_default=False)],
+    model: Model,
     layers: Annotated[
         str | None,
         typer.Option(
             help="Taken by default: ids (2,18,33; -1 is the last block's output) or a preset. Default eagle3.",
-            rich_help_panel=_STORE,
+            rich_help_panel=ROWS,
             show_default=False,
         ),
     ] = None,
     storage: Annotated[
         str | None,
         typer.Option(
-            "--storage", "--shared-storage-path", help="Folder of the files. Default /tmp.", rich_help_panel=_STORE
+            "--storage", "--shared-storage-path", help="Folder of the files. Default /tmp.", rich_help_panel=ROWS
         ),
     ] = None,
     handover: Annotated[
         str | None,
         typer.Option(
             help="How clients get a file: path (shared file system), http, or s3://bucket/folder. Default path.",
-            rich_help_panel=_STORE,
+            rich_help_panel=ROWS,
             show_default=False,
         ),
     ] = None,
     ttl_seconds: Annotated[
         str | None,
-        typer.Option(help="Files older than this go; none keeps them. Default 3600.", rich_help_panel=_STORE),
+        typer.Option(help="Files older than this go; none keeps them. Default 3600.", rich_help_panel=ROWS),
     ] = None,
     max_storage_bytes: Annotated[
-        str | None, typer.Option(help="Quota of the storage, such as 200GiB.", rich_help_panel=_STORE)
+        str | None, typer.Option(help="Quota of the storage, such as 200GiB.", rich_help_panel=ROWS)
     ] = None,
     min_free_bytes: Annotated[
-        str | None, typer.Option(help="Left free on its file system. Default 1GiB.", rich_help_panel=_STORE)
+        str | None, typer.Option(help="Left free on its file system. Default 1GiB.", rich_help_panel=ROWS)
     ] = None,
     max_bytes_in_flight: Annotated[
-        str | None, typer.Option(help="Rows in memory at most. Default a sixteenth of memory.", rich_help_panel=_STORE)
+        str | None, typer.Option(help="Rows in memory at most. Default a sixteenth of memory.", rich_help_panel=ROWS)
     ] = None,
     prefix_rows_bytes: Annotated[
         str | None,
         typer.Option(
             help="With --engine vllm: memory for rows of cached blocks, so that prompts with a known beginning read the prefix "
             "cache. Default none.",
-            rich_help_panel=_STORE,
+            rich_help_panel=ROWS,
         ),
     ] = None,
-    save_dtype: Annotated[
-        Literal["float32", "bfloat16", "float16", "fp8_e4m3"] | None,
-        typer.Option(help="Dtype of the saved rows; default the compute dtype.", rich_help_panel=_STORE),
-    ] = None,
+    save_dtype: SaveDtype = None,
     capture_by_default: Annotated[
         bool | None,
-        typer.Option(help="Take states unless a request says otherwise. Default yes.", rich_help_panel=_STORE),
+        typer.Option(help="Take states unless a request says otherwise. Default yes.", rich_help_panel=ROWS),
     ] = None,
     allow_custom_save_path: Annotated[
         list[str] | None,
         typer.Option(
             help="A folder inside which clients may name paths (again for more), or true for anywhere.",
-            rich_help_panel=_STORE,
+            rich_help_panel=ROWS,
         ),
     ] = None,
     num_writer_threads: Annotated[
-        int | None, typer.Option(help="Threads that write files. Default 8.", rich_help_panel=_STORE)
+        int | None, typer.Option(help="Threads that write files. Default 8.", rich_help_panel=ROWS)
     ] = None,
     use_synchronization_lock: Annotated[
-        bool | None, typer.Option(help="Lock files let readers wait. Default yes.", rich_help_panel=_STORE)
+        bool | None, typer.Option(help="Lock files let readers wait. Default yes.", rich_help_panel=ROWS)
     ] = None,
     fsync: Annotated[
-        bool | None, typer.Option(help="Sync each file before it is published. Default no.", rich_help_panel=_STORE)
+        bool | None, typer.Option(help="Sync each file before it is published. Default no.", rich_help_panel=ROWS)
     ] = None,
     weights_version: Annotated[
-        str | None, typer.Option(help="Said in each file's metadata.", rich_help_panel=_STORE)
+        str | None, typer.Option(help="Said in each file's metadata.", rich_help_panel=ROWS)
     ] = None,
     spot_check: Annotated[
         int | None,
         typer.Option(
             min=0,
             help="One sequence with rows in so many is computed again and compared; 0: none. Default 1000, with --engine vllm 0.",
-            rich_help_panel=_STORE,
+            rich_help_panel=ROWS,
             show_default=False,
         ),
     ] = None,
-    host: Annotated[
-        str, typer.Option(help="0.0.0.0 is reached from other machines.", rich_help_panel=_HTTP)
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.", rich_help_panel=_HTTP)] = 8000,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"Asked of every request but /health (again for more); or ${API_KEY_ENV}.", rich_help_panel=_HTTP
-        ),
-    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    api_key: ApiKey = None,
     served_model_name: Annotated[
-        list[str] | None, typer.Option(help="Default the model as given (again for more).", rich_help_panel=_HTTP)
+        list[str] | None, typer.Option(help="Default the model as given (again for more).", rich_help_panel=HTTP)
     ] = None,
-    allow_delete: Annotated[
-        bool, typer.Option("--allow-delete", help="Clients may free their files.", rich_help_panel=_HTTP)
-    ] = False,
+    allow_delete: AllowDelete = False,
     allow_weight_updates: Annotated[
         list[str] | None,
         typer.Option(
-            help="Folder of checkpoints that POST /v1/weights may load (again for more).", rich_help_panel=_HTTP
+            help="Folder of checkpoints that POST /v1/weights may load (again for more).", rich_help_panel=HTTP
         ),
     ] = None,
-    max_logprobs: Annotated[int, typer.Option(help="The most per token.", rich_help_panel=_HTTP)] = 20,
-    max_body_bytes: Annotated[str, typer.Option(help="Larger requests are refused.", rich_help_panel=_HTTP)] = "32MiB",
+    max_logprobs: Annotated[int, typer.Option(help="The most per token.", rich_help_panel=HTTP)] = 20,
+    max_body_bytes: Annotated[str, typer.Option(help="Larger requests are refused.", rich_help_panel=HTTP)] = "32MiB",
     max_running: Annotated[
-        int, typer.Option(help="Sequences that may run or wait; more get a 429.", rich_help_panel=_HTTP)
+        int, typer.Option(help="Sequences that may run or wait; more get a 429.", rich_help_panel=HTTP)
     ] = 4096,
-    engine: Annotated[Literal["transformers", "vllm"], typer.Option(rich_help_panel=_MODEL)] = "transformers",
-    dtype: Annotated[
-        str | None, typer.Option(help="Compute dtype; default chosen for the machine.", rich_help_panel=_MODEL)
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help="cpu, cuda, cuda:1, ...; default a GPU if there is one.", rich_help_panel=_MODEL),
-    ] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(help="The most tokens of a sequence.", rich_help_panel=_MODEL)
-    ] = None,
-    revision: Annotated[str | None, typer.Option(help="Of the hub.", rich_help_panel=_MODEL)] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Where it isn't the model's own.", rich_help_panel=_MODEL)
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Code of the checkpoint may run.", rich_help_panel=_MODEL)
-    ] = False,
+    engine: EngineName = "transformers",
+    dtype: Dtype = None,
+    device: Device = None,
+    max_model_len: MaxModelLen = None,
+    revision: Revision = None,
+    tokenizer: Tokenizer = None,
+    trust_remote_code: TrustRemoteCode = False,
     max_num_seqs: Annotated[
-        int | None, typer.Option(help="Sequences generated at once.", rich_help_panel=_MODEL)
+        int | None, typer.Option(help="Sequences generated at once.", rich_help_panel=MODEL)
     ] = None,
-    max_num_batched_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of one forward.", rich_help_panel=_MODEL)
-    ] = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
     speculative_config: Annotated[
         str | None, typer.Option(help="JSON; layers are read from it.", rich_help_panel=_VLLM)
     ] = None,
@@ -189,14 +182,13 @@ def serve(
         "max_num_seqs": max_num_seqs,
         "spot_check": spot_check,
     }
-    keys = tuple(api_key or ()) or tuple(key for key in [os.environ.get(API_KEY_ENV, "")] if key)
     quiet_libraries()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     for chatty in ("httpx", "ContinuousBatchingLogger"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     with errors_explained():
         from layertap.serving.launch import ServeOptions, parse_json
-        from layertap.serving.settings import ServerSettings
+        from layertap.serving.settings import ServerSettings, api_keys
 
         options = ServeOptions(
             model=model,
@@ -210,7 +202,7 @@ def serve(
             weights_version=weights_version,
             settings=ServerSettings(
                 served_model_names=tuple(served_model_name or ()),
-                api_keys=keys,
+                api_keys=api_keys(api_key),
                 allow_delete=allow_delete,
                 allow_weight_updates=tuple(os.path.abspath(folder) for folder in allow_weight_updates or ()),
                 max_body_bytes=parse_bytes(max_body_bytes),

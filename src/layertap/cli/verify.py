@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from layertap.cli.options import AsJson, TrustRemoteCode
 from layertap.cli.reporting import (
     PARTLY,
     bytes_text,
@@ -84,13 +85,11 @@ def verify(
     ] = None,
     seed: Annotated[int, typer.Option(help="Which samples are drawn.")] = 0,
     device: Annotated[str, typer.Option(help="Where plain transformers runs.")] = "cpu",
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Code of the checkpoint may run.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     quarantine: Annotated[
         bool, typer.Option("--quarantine", help="Move what is wrong aside, where no reader finds it.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check every byte against its checksum; with --model, --sample or --recompute, also compute rows again.
 

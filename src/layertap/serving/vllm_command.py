@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import secrets
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -12,6 +13,8 @@ from layertap.capture.options import StoreOptions
 from layertap.errors import OptionError
 from layertap.params import CONNECTORS, layers_of_speculative_config
 from layertap.serving.launch import ServeOptions, store_config
+from layertap.serving.listening import is_loopback
+from layertap.serving.settings import VLLM_KEY_ENV, ServerSettings
 from layertap.serving.vllm_admission import FRONT_ENV
 from layertap.serving.vllm_middleware import CONFIG_ENV, MiddlewareConfig
 from layertap.writing.shipping import is_object_store, open_store
@@ -38,6 +41,8 @@ def vllm_command(options: ServeOptions, more: Sequence[str] = ()) -> tuple[list[
         options: as for the embedded engine.
         more: options of vLLM, as they are.
 
+    API keys are the middleware's business, on every route, and go through the environment: a command line is everybody's to read.
+
     Raises:
         OptionError: what can't be had with vLLM.
     """
@@ -46,6 +51,11 @@ def vllm_command(options: ServeOptions, more: Sequence[str] = ()) -> tuple[list[
         raise OptionError("device: vLLM chooses by CUDA_VISIBLE_DEVICES and its own options")
     if options.weights_version is not None:
         raise OptionError("weights_version: can't be said with --engine vllm")
+    settings = options.settings
+    if settings.allow_weight_updates:
+        raise OptionError("allow_weight_updates: with --engine vllm weights are exchanged by vLLM's own routes")
+    if settings.max_running != ServerSettings().max_running:
+        raise OptionError("max_running: vLLM queues requests itself; its --max-num-seqs says how many run at once")
     speculative = options.speculative_config
     layers = options.layers
     if speculative is not None and speculative.get("method") == "extract_hidden_states":
@@ -68,11 +78,8 @@ def vllm_command(options: ServeOptions, more: Sequence[str] = ()) -> tuple[list[
     spot_check = _spot_check(given.pop("spot_check", 0), asked)
     if given:
         raise OptionError(f"{sorted(given)[0]}: can't be had with --engine vllm")
-    settings = options.settings
     if settings.served_model_names:
         command += ["--served-model-name", *settings.served_model_names]
-    if settings.api_keys:
-        command += ["--api-key", *settings.api_keys]
     command += ["--max-logprobs", str(settings.max_logprobs)]
     if not any(word.replace("_", "-").partition("=")[0] == _SHUTDOWN for word in more):
         command += [_SHUTDOWN, str(_SHUTDOWN_SECONDS)]
@@ -131,13 +138,11 @@ def _spot_check(one_in: Any, store: dict[str, Any]) -> int:
     return one_in
 
 
-def shown_command(command: Sequence[str], api_keys: Sequence[str]) -> str:
-    """The command for the log, without the keys."""
-    return " ".join("***" if word in api_keys else word for word in command[1:])
-
-
 def exec_vllm(options: ServeOptions, more: Sequence[str]) -> NoReturn:
     """Become vLLM's server."""
     command, environment = vllm_command(options, more)
-    logger.info("running %s", shown_command(command, options.settings.api_keys))
-    os.execve(command[0], command, {**os.environ, **environment})
+    if not is_loopback(options.host) and not options.settings.api_keys:
+        logger.warning("listening on %s without --api-key: everybody who reaches it may use it", options.host)
+    logger.info("running %s", shlex.join(command[1:]))
+    given = {name: value for name, value in os.environ.items() if name != VLLM_KEY_ENV}
+    os.execve(command[0], command, {**given, **environment})
