@@ -39,7 +39,7 @@ class HiddenStatesClient:
         http: httpx.Client | None = None,
     ) -> None:
         self._http = http or httpx.Client(base_url=base_url, headers=key_headers(api_key), timeout=timeout)
-        self._protocol = Protocol(retries)
+        self._protocol = Protocol(retries, self._http.timeout.read)
         self._local = local
 
     def complete(self, prompt: Any, **body: Any) -> dict[str, Any]:
@@ -125,6 +125,8 @@ class HiddenStatesClient:
                 step = steps.send(outcome)
         except StopIteration as end:
             return cast(T, end.value)
+        finally:
+            steps.close()
 
     def _send(self, step: Send) -> httpx.Response | httpx.TransportError:
         try:

@@ -1,9 +1,10 @@
 """What the clients do, written once: generators that yield what is to be done. Each client does it in its way."""
 
+import os
 import time
 from collections.abc import Callable, Generator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
+from urllib.parse import quote
 
 import httpx
 
@@ -64,8 +65,10 @@ Steps = Generator[Send | Sleep | Call, Any, T]
 class Protocol:
     """The steps of each method; see HiddenStatesClient for what they mean."""
 
-    def __init__(self, retries: int) -> None:
+    def __init__(self, retries: int, read_timeout: float | None) -> None:
         self._retries = retries
+        # the server is asked to wait for a file, but not for so long that the transport gives up
+        self._wait_seconds = _WAIT_SECONDS if read_timeout is None else min(_WAIT_SECONDS, read_timeout / 2)
 
     def generate(self, path: str, body: Mapping[str, Any]) -> Steps[dict[str, Any]]:
         if body.get("stream"):
@@ -117,7 +120,7 @@ class Protocol:
         deadline = time.monotonic() + timeout
         while True:
             left = max(0.0, deadline - time.monotonic())
-            waited = f"{min(left, _WAIT_SECONDS):.3f}"
+            waited = f"{min(left, self._wait_seconds):.3f}"
             answer = yield from self.read("HEAD", f"/v1/hidden_states/{name}", params={"wait": waited})
             if answer.status_code != 202:
                 if answer.status_code >= 400:  # a HEAD has no body to say why
@@ -128,19 +131,21 @@ class Protocol:
                 raise WaitTimeoutError(f"{name}: still being written after {timeout:g} s", request_id=name)
 
     def fetch(self, handle: Handle, timeout: float, *, local: bool) -> Steps[Loaded]:
-        path = None if isinstance(handle, str) else _fields(handle).get("hidden_states_path")
         url = _object_url(handle)
         if url is not None:
             yield from self._wait_for_object(url, timeout)
             return cast(Loaded, (yield Call(lambda: load_object(url))))
-        if local and path is not None and Path(path).parent.is_dir():
-            found = Path(path)
-            if (
-                found.exists()
-                or found.with_name(found.name + ".lock").exists()
-                or found.with_name(found.name + ".error").exists()
-            ):
-                return cast(Loaded, (yield Call(lambda: read_file(path, timeout=timeout))))
+        fields: Mapping[str, Any] = {} if isinstance(handle, str) else _fields(handle)
+        path, name = fields.get("hidden_states_path"), fields.get("hidden_states_id")
+        if local and path is not None and any(os.path.exists(path + suffix) for suffix in ("", ".lock", ".error")):
+            try:
+                found = cast(Loaded, (yield Call(lambda: read_file(path, timeout=timeout))))
+            except PermissionError:
+                pass  # another user's: the server may read it
+            else:
+                # else another request's by now, or this machine's own file of that name: the server knows
+                if name is None or found.info.facts.get("request_id", name) == name:
+                    return found
         with Landing() as file:
             moved_to = yield from self._download(_name(handle), file, timeout)
             if moved_to is not None:
@@ -159,7 +164,7 @@ class Protocol:
         attempt = 0
         while True:
             left = max(0.0, deadline - time.monotonic())
-            waited = {"wait": f"{min(left, _WAIT_SECONDS):.3f}"}
+            waited = {"wait": f"{min(left, self._wait_seconds):.3f}"}
             headers = {"accept-encoding": "identity"}
             start = file.size
             if etag is not None:
@@ -207,7 +212,7 @@ class Protocol:
             pause = min(2 * pause, 1.0)
 
     def find(self, tag: str) -> Steps[list[dict[str, Any]]]:
-        answer = yield from self.read("GET", f"/v1/hidden_states/tags/{tag}")
+        answer = yield from self.read("GET", f"/v1/hidden_states/tags/{quote(tag, safe='')}")
         raise_for(answer)
         return cast(list[dict[str, Any]], answer.json()["handles"])
 
@@ -239,7 +244,7 @@ def _name(handle: Handle) -> str:
     name = handle if isinstance(handle, str) else _fields(handle).get("hidden_states_id")
     if not isinstance(name, str) or not name:
         raise ValueError(f"handle: expected a choice, its kv_transfer_params or an id, got {handle!r}")
-    return name
+    return quote(name, safe="")
 
 
 def _object_url(handle: Handle) -> str | None:

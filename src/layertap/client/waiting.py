@@ -33,7 +33,7 @@ class AsyncHiddenStatesClient:
         self._http = http or httpx.AsyncClient(
             base_url=base_url, headers=key_headers(api_key), timeout=timeout, transport=lanes_unless_proxied()
         )
-        self._protocol = Protocol(retries)
+        self._protocol = Protocol(retries, self._http.timeout.read)
         self._local = local
 
     async def complete(self, prompt: Any, **body: Any) -> dict[str, Any]:

@@ -15,9 +15,9 @@ import contextlib
 import fcntl
 import os
 import re
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from io import FileIO
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -96,7 +96,7 @@ def file_routes(desk: FileDesk, *, allow_delete: bool) -> APIRouter:
 
     @router.head("/{name}", summary="Whether it is there", response_class=Response, responses=read)
     async def head(name: str, request: Request, wait: Annotated[float, wait_query] = 0.0) -> Response:
-        return await answer(name, request, wait)
+        return await answer(name, request, max(wait, _preferred_wait(request)))
 
     @router.delete(
         "/{name}",
@@ -109,7 +109,12 @@ def file_routes(desk: FileDesk, *, allow_delete: bool) -> APIRouter:
             raise ApiError(
                 403, "this server's files are read-only; its option --allow-delete changes that", code="read_only"
             )
-        await asyncio.to_thread(_remove, desk, name, request.state.caller)
+        # who just got the last byte finds a lock still held for a moment: the answer's, the writer's, the reaper's
+        deadline = asyncio.get_running_loop().time() + _IDLE_WITHIN_SECONDS
+        while not await asyncio.to_thread(_remove, desk, name, request.state.caller):
+            if asyncio.get_running_loop().time() >= deadline:
+                raise _busy()
+            await asyncio.sleep(_LAST_PAUSE_SECONDS)
         return Response(status_code=204)
 
     return router
@@ -121,19 +126,17 @@ def _look(desk: FileDesk, name: str, caller: Caller, request: Request) -> tuple[
     return found, _file_answer(desk, found, request) if found.state == "ready" else None
 
 
-def _remove(desk: FileDesk, name: str, caller: Caller) -> None:
+def _remove(desk: FileDesk, name: str, caller: Caller) -> bool:
     found = desk.look(name, caller)
     if found.state == "missing":
         raise _unknown()
-    busy = ApiError(409, "it is being written or read; try again later", code="busy", headers={"retry-after": "1"})
     if found.state == "writing":
-        raise busy
-    # who just got the last byte finds a lock still held for a moment: the answer's, the writer's, the reaper's
-    deadline = time.monotonic() + _IDLE_WITHIN_SECONDS
-    while not desk.remove(found):
-        if time.monotonic() >= deadline:
-            raise busy
-        time.sleep(_LAST_PAUSE_SECONDS)
+        raise _busy()
+    return desk.remove(found)
+
+
+def _busy() -> ApiError:
+    return ApiError(409, "it is being written or read; try again later", code="busy", headers={"retry-after": "1"})
 
 
 def _preferred_wait(request: Request) -> float:
@@ -166,23 +169,29 @@ class _Span:
 
 def _file_answer(desk: FileDesk, found: FileState, request: Request) -> Response:
     assert found.path is not None
-    assert found.header is not None
     try:
-        fd = os.open(found.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        file = open(found.path, "rb", buffering=0, opener=_open_for_reading)  # noqa: SIM115 - a long answer keeps it open
     except FileNotFoundError:
         raise _unknown() from None
     try:
         with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # the reaper leaves it alone while it is read
-        return _open_answer(desk, found, request, fd)
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # the reaper leaves it alone while it is read
+        response = _open_answer(desk, found, request, file)
     except BaseException:
-        os.close(fd)
+        file.close()
         raise
+    if not isinstance(response, _FileAnswer):
+        file.close()
+    return response
 
 
-def _open_answer(desk: FileDesk, found: FileState, request: Request, fd: int) -> Response:
+def _open_for_reading(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
+def _open_answer(desk: FileDesk, found: FileState, request: Request, file: FileIO) -> Response:
     assert found.header is not None
-    size = os.fstat(fd).st_size
+    size = os.fstat(file.fileno()).st_size
     etag = f'"{found.header.digest}"'
     headers = {
         "etag": etag,
@@ -195,26 +204,25 @@ def _open_answer(desk: FileDesk, found: FileState, request: Request, fd: int) ->
     if (match := wanted.get("if-match")) is not None and not _names(match, etag):
         raise ApiError(412, "it is another file by now", code="changed", headers={"etag": etag})
     if (none := wanted.get("if-none-match")) is not None and _names(none, etag):
-        os.close(fd)
         return Response(status_code=304, headers=headers)
-    asked = wanted.get("range") if wanted.get("if-range", etag) == etag else None
+    asked = wanted.get("range") if wanted.get("if-range", etag) == etag and request.method == "GET" else None
     part = None if asked is None else _part(asked, size)
     status, span = (200, _Span(0, size)) if part is None else (206, part)
     headers["content-length"] = str(span.end - span.start)
     if status == 206:
         headers["content-range"] = f"bytes {span.start}-{span.end - 1}/{size}"
     if request.method == "HEAD":
-        os.close(fd)
         return Response(status_code=status, headers=headers)
+    # a range to the end delivers the file if it goes on with a transfer, and not where somebody looks at its last rows
+    whole = span.end == size and (span.start == 0 or "if-match" in wanted or "if-range" in wanted)
     if span.end - span.start <= _CHUNK_BYTES:
-        body = os.pread(fd, span.end - span.start, span.start)
-        os.close(fd)
-        if len(body) == span.end - span.start:
-            if span.end == size:
-                desk.note_fetched(found.name)
-            return Response(body, status_code=status, headers=headers)
-        raise ApiError(500, "the file was cut off while it was read", code="store_error")
-    return _FileAnswer(desk, found.name, fd, span, whole=span.end == size, status=status, headers=headers)
+        body = os.pread(file.fileno(), span.end - span.start, span.start)
+        if len(body) < span.end - span.start:
+            raise ApiError(500, "the file was cut off while it was read", code="store_error")
+        if whole:
+            desk.note_fetched(found.name)
+        return Response(body, status_code=status, headers=headers)
+    return _FileAnswer(desk, found.name, file, span, whole=whole, status=status, headers=headers)
 
 
 def _names(header: str, etag: str) -> bool:
@@ -222,9 +230,9 @@ def _names(header: str, etag: str) -> bool:
 
 
 def _part(asked: str, size: int) -> _Span | None:
-    """One range; several, or another unit, are answered with the whole file, as HTTP allows."""
+    """One range; several, another unit, or one that ends before it begins are answered with the whole file, as HTTP asks for."""
     match = _RANGE.fullmatch(asked.strip())
-    if match is None or not (match[1] or match[2]):
+    if match is None or not (match[1] or match[2]) or (match[1] and match[2] and int(match[2]) < int(match[1])):
         return None
     if not match[1]:
         span = _Span(max(0, size - int(match[2])), size)
@@ -244,18 +252,26 @@ class _FileAnswer(StreamingResponse):
     """Sends a span of an open file and closes it in every case."""
 
     def __init__(
-        self, desk: FileDesk, name: str, fd: int, span: _Span, *, whole: bool, status: int, headers: dict[str, str]
+        self,
+        desk: FileDesk,
+        name: str,
+        file: FileIO,
+        span: _Span,
+        *,
+        whole: bool,
+        status: int,
+        headers: dict[str, str],
     ) -> None:
         self._desk = desk
         self._name = name
-        self._fd = fd
+        self._file = file
         self._whole = whole
         super().__init__(self._chunks(span), status_code=status, headers=headers)
 
     async def _chunks(self, span: _Span) -> AsyncIterator[bytes]:
         at = span.start
         while at < span.end:
-            data = await asyncio.to_thread(os.pread, self._fd, min(_CHUNK_BYTES, span.end - at), at)
+            data = await asyncio.to_thread(os.pread, self._file.fileno(), min(_CHUNK_BYTES, span.end - at), at)
             if not data:
                 raise OSError(f"{self._name} was cut off while it was sent")
             at += len(data)
@@ -267,4 +283,4 @@ class _FileAnswer(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            os.close(self._fd)
+            self._file.close()

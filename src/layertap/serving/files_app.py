@@ -55,13 +55,13 @@ def gated_files_app(folder: Path, *, api_keys: Sequence[str] = (), allow_delete:
 
 def serve_folder(folder: Path, *, host: str, port: int, api_keys: Sequence[str], allow_delete: bool) -> None:
     """Serve until SIGTERM or SIGINT."""
-    from layertap.serving.listening import bind, is_loopback, run, signals_end_the_server
+    from layertap.serving.listening import bind, is_loopback, run, signals_end_the_server, url_of
 
     if not is_loopback(host) and not api_keys:
         logger.warning("listening on %s without --api-key: everybody who reaches it may read the files", host)
     app = gated_files_app(folder, api_keys=api_keys, allow_delete=allow_delete)
     claimed = bind(host, port)
-    address = f"http://{host}:{claimed.getsockname()[1]}"
+    address = url_of(host, claimed)
     try:
         with signals_end_the_server():
             run(app, claimed, on_ready=lambda: logger.info("serving the files of %s at %s", folder, address))

@@ -109,7 +109,7 @@ def serve(options: ServeOptions) -> None:
     """
     from layertap.llm import AsyncLLM
     from layertap.serving.app import build_app
-    from layertap.serving.listening import bind, is_loopback, run, signals_end_the_server
+    from layertap.serving.listening import bind, is_loopback, run, signals_end_the_server, url_of
 
     config = store_config(options)
     StoreOptions.parse(config["kv_connector_extra_config"])
@@ -119,7 +119,7 @@ def serve(options: ServeOptions) -> None:
     # the engine's thread computes all the time: let the event loop in more often than every 5 ms
     sys.setswitchinterval(0.001)
     claimed = bind(options.host, options.port)
-    address = f"http://{options.host}:{claimed.getsockname()[1]}"
+    address = url_of(options.host, claimed)
     with contextlib.closing(claimed):
         llm = AsyncLLM(
             options.model,

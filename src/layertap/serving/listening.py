@@ -39,6 +39,11 @@ def is_loopback(host: str) -> bool:
     return host in _LOOPBACK or host.startswith("127.")
 
 
+def url_of(host: str, claimed: socket.socket) -> str:
+    """Where a claimed address is reached."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{claimed.getsockname()[1]}"
+
+
 def run(app: Any, claimed: socket.socket, on_ready: Callable[[], None] | None = None) -> None:
     """Serve until SIGTERM or SIGINT, finish what is running, and return. A second SIGINT drops it."""
     Server(app, on_ready).run(sockets=[claimed])

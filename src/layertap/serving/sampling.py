@@ -84,6 +84,8 @@ def _check_logprobs(name: str, asked: int | None, most: int) -> None:
 def _params(
     body: CompletionBody | ChatBody, info: ModelInfo, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options: only with stream=true", param="stream_options", code="invalid_value")
     given: dict[str, Any] = dict(info.generation_defaults)
     given.update({name: value for name in SAME_NAME if (value := getattr(body, name)) is not None})
     given["max_tokens"] = max_tokens

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from layertap.errors import LayertapError
 from layertap.frontend import Frontend
 from layertap.serving.app import build_app
-from layertap.serving.listening import Server, bind
+from layertap.serving.listening import Server, bind, url_of
 from layertap.serving.settings import ServerSettings
 from layertap.serving.state import ServerState
 
@@ -59,7 +59,7 @@ def run_background(
     if not server.started:
         raise LayertapError("the server didn't start; the log has the reason")
     try:
-        yield RunningServer(f"http://{host}:{claimed.getsockname()[1]}", state)
+        yield RunningServer(url_of(host, claimed), state)
     finally:
         server.should_exit = True
         thread.join()
