@@ -5,7 +5,7 @@ Each step asks a server for a group of 8 rollouts per prompt, gets tokens, log p
 "trainer" only shifts the weights a little and saves them, and the server is told to load them. No request runs on a mixture: each
 file says the version of the weights that made it.
 
-The server: layertap serve MODEL --layers 1,2,4 --storage /dev/shm/hs --allow-weight-updates CHECKPOINTS
+The server: layertap serve MODEL --layers 1,2,4 --storage /dev/shm/hs --allow-delete --allow-weight-updates CHECKPOINTS
 
 Run as: python examples/rl_rollouts.py URL MODEL CHECKPOINTS
 """

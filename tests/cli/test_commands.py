@@ -234,6 +234,7 @@ def test_clean_removes_leftovers_and_nothing_else(states, run, tmp_path):
     assert run("clean", tmp_path / "storage").exit_code == 0
     assert not temporary.exists()
     assert run("clean", tmp_path / "nothing").exit_code == 2
+    assert run("clean", tmp_path / "storage", "--ttl-seconds", "-1").exit_code == 2
 
 
 def test_shares_in_one_folder_are_verified_set_aside_and_cleaned_like_one_set(run, model, prompts, tmp_path):

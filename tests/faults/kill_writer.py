@@ -75,9 +75,12 @@ def one_round(folder: Path, rng: random.Random, expected, figures: Figures) -> N
             right = loaded.rows.tobytes() == rows.tobytes() and loaded.token_ids.tolist() == ids.tolist()
             outcomes[name] = "complete" if right else "wrong"
 
-    process.kill_after(rng.uniform(0.0, 0.03))
+    # counted in paths, so that a slow machine gets as far; ten files fill the budget, so that some are complete by the last
+    kill_at, seconds = rng.randrange(40), rng.uniform(0.0, 0.01)
     with ThreadPoolExecutor(8) as readers, os.fdopen(read_end) as paths:
-        for line in paths:  # readers wait while the writer is alive, and when it dies
+        for number, line in enumerate(paths):  # readers wait while the writer is alive, and when it dies
+            if number == kill_at:
+                process.kill_after(seconds)
             readers.submit(read, line.strip())
     process.join()
     reap(folder, ttl_seconds=1e-9)

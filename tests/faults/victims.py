@@ -4,7 +4,6 @@ import contextlib
 import multiprocessing
 import os
 import random
-import signal
 import tempfile
 import threading
 from dataclasses import asdict, dataclass
@@ -65,9 +64,8 @@ class Victim:
         threading.Timer(seconds, self.kill).start()
 
     def kill(self) -> None:
-        """SIGKILL: nothing of it runs any more."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, signal.SIGKILL)
+        """SIGKILL: nothing of it runs any more. Nothing happens where it has ended: its pid may be another's by now."""
+        self.process.kill()
 
     def join(self) -> None:
         """Wait for its end."""

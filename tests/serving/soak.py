@@ -5,7 +5,7 @@ Run as: python tests/serving/soak.py [SECONDS] [CHECKPOINT]
 Client processes ask, fetch, verify and note what they verified; some are killed at random moments. Half-way the server is killed
 (SIGKILL) and started again on the same store. In the end the store is looked through: no temporary file, nothing older than its
 time to live, every file that is there complete, and every file that a client was told of and that has not expired is there or says
-why not.
+why not. Clients see errors only while the server is away.
 """
 
 import json
@@ -19,12 +19,18 @@ import threading
 import time
 from pathlib import Path
 
+from ports import free_port
+
 from layertap.client import HiddenStatesClient
 from layertap.errors import HiddenStatesError, LayertapError
 from layertap.files.read import read_file
 
 TTL_SECONDS = 20.0
 NUM_CLIENTS = 4
+LEAST_KILLS, LEAST_VERIFIED = 3, 20
+"""It goes on until there were so many, however slow the machine is."""
+_REAPED_AFTER_SECONDS = 30.0  # the reaper's period is 10
+_BACK_SECONDS = 10.0  # a client that tried for the last time before the server was back notes it within this
 
 
 def client(url, notes, seed):
@@ -53,7 +59,7 @@ def client(url, notes, seed):
                         log.write(json.dumps({"deleted": choice["kv_transfer_params"]["hidden_states_path"]}) + "\n")
                         states.delete(choice)
             except (LayertapError, OSError, ValueError) as exc:  # the server may be down just now
-                log.write(json.dumps({"error": f"{type(exc).__name__}: {exc}"}) + "\n")
+                log.write(json.dumps({"error": f"{type(exc).__name__}: {exc}"[:400], "at": time.time()}) + "\n")
                 time.sleep(0.2)
 
 
@@ -69,17 +75,39 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
 
     def start(self):
+        """Returns when it answers."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         self.process = subprocess.Popen(self.command, stderr=subprocess.PIPE, text=True, env=environment)
+        log = []
         for line in self.process.stderr:
+            log.append(line)
             if " serving " in line:
                 threading.Thread(target=lambda: [None for _ in self.process.stderr], daemon=True).start()
                 return
-        raise RuntimeError("the server didn't start")
+        raise RuntimeError("the server didn't start:\n" + "".join(log[-40:]))
 
     def end(self, number):
+        """Returns when it is gone."""
         self.process.send_signal(number)
         self.process.wait(120)
+
+
+class Client:
+    """A client process, and what it noted."""
+
+    def __init__(self, url, folder, seed):
+        self.notes = folder / f"notes-{seed}"
+        self.process = subprocess.Popen([sys.executable, __file__, "client", url, str(self.notes), str(seed)])
+
+    @property
+    def has_begun(self):
+        """It takes a while until all is imported; nothing is learnt from killing it before."""
+        return self.notes.exists() and self.notes.stat().st_size > 0
+
+    def kill(self):
+        """Returns when it is gone."""
+        self.process.kill()
+        self.process.wait()
 
 
 def soak(checkpoint, seconds, folder, port):
@@ -87,34 +115,54 @@ def soak(checkpoint, seconds, folder, port):
     rng = random.Random(0)
     storage = folder / "store"
     storage.mkdir()
-    server = Server(checkpoint, storage, port)
-    server.start()
-    clients, kills, killed = [], 0, None
-    deadline = time.monotonic() + seconds
+    server, clients = Server(checkpoint, storage, port), []
+    try:
+        server.start()
+        found = _run(server, clients, seconds, folder, rng)
+    finally:
+        for one in clients:
+            one.kill()
+        if server.process.poll() is None:
+            server.process.kill()
+    return {**found, **look_through(storage, folder, found)}
+
+
+def _run(server, clients, seconds, folder, rng):
+    found = {"seconds": seconds, "kills": 0, "killed_server": None, "resident_mib": []}
     restart_at = time.monotonic() + seconds / 2
-    sizes = []
-    while time.monotonic() < deadline:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline or found["kills"] < LEAST_KILLS or _num_verified(folder) < LEAST_VERIFIED:
         while len(clients) < NUM_CLIENTS:
-            seed = rng.randrange(1 << 20)
-            arguments = [sys.executable, __file__, "client", server.url, str(folder / f"notes-{seed}"), str(seed)]
-            clients.append(subprocess.Popen(arguments))
+            clients.append(Client(server.url, folder, rng.randrange(1 << 20)))
         time.sleep(rng.uniform(0.5, 2.5))
-        victim = clients.pop(rng.randrange(len(clients)))
-        victim.kill()
-        victim.wait()
-        kills += 1
-        sizes.append(resident_bytes(server.process.pid))
-        if restart_at is not None and time.monotonic() > restart_at:
-            restart_at = None
-            killed = server.process.pid
+        victims = [one for one in clients if one.has_begun]
+        if victims:
+            victim = rng.choice(victims)
+            clients.remove(victim)
+            victim.kill()
+            found["kills"] += 1
+        found["resident_mib"].append(resident_bytes(server.process.pid) >> 20)
+        if found["killed_server"] is None and time.monotonic() > restart_at:
+            found["killed_server"] = server.process.pid
+            away = time.time()
             server.end(signal.SIGKILL)
             server.start()
+            found["away"] = [away, time.time()]
     for one in clients:
         one.kill()
-        one.wait()
+    clients.clear()
+    found["ended"] = time.time()
     server.end(signal.SIGTERM)
-    found = {"seconds": seconds, "kills": kills, "killed_server": killed, "exit": server.process.returncode}
-    return {**found, "resident_mib": [size >> 20 for size in sizes], **look_through(storage, folder)}
+    return {**found, "exit": server.process.returncode}
+
+
+def _notes(folder):
+    lines = [line for path in folder.glob("notes-*") for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def _num_verified(folder):
+    return sum("verified" in note for note in _notes(folder))
 
 
 def resident_bytes(pid):
@@ -125,22 +173,19 @@ def resident_bytes(pid):
         return 0
 
 
-def look_through(storage, folder):
+def look_through(storage, folder, ran):
     """What is in the store, against what clients noted."""
-    now = time.time()
-    notes = [
-        json.loads(line)
-        for path in folder.glob("notes-*")
-        for line in path.read_text().splitlines()
-        if line.endswith("}")
-    ]
+    now, notes = time.time(), _notes(folder)
     deleted = {note["deleted"] for note in notes if "deleted" in note}
     found = {"verified": sum("verified" in note for note in notes), "wrong": [n for n in notes if "wrong" in n]}
-    found["errors"] = sorted({note["error"][:400] for note in notes if "error" in note})
+    first, last = ran["away"]
+    errors = [(first <= note["at"] <= last + _BACK_SECONDS, note["error"]) for note in notes if "error" in note]
+    found["errors"] = sorted({error for while_away, error in errors if while_away})
+    found["unexplained"] = sorted({error for while_away, error in errors if not while_away})
     found["temporaries"] = [path.name for path in storage.iterdir() if path.name.endswith(".layertap-tmp")]
     found["old"] = [
         path.name for path in storage.iterdir()
-        if path.is_file() and now - path.stat().st_mtime > TTL_SECONDS + 15
+        if path.is_file() and ran["ended"] - path.stat().st_mtime > _REAPED_AFTER_SECONDS + TTL_SECONDS
     ]  # fmt: skip
     found["files"], found["broken"], found["lost"] = 0, [], []
     for path in storage.glob("*.safetensors"):
@@ -156,14 +201,6 @@ def look_through(storage, folder):
         if not any(Path(path + suffix).exists() for suffix in ("", ".error", ".lock")):
             found["lost"].append(path)
     return found
-
-
-def free_port():
-    """A port that was free just now."""
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return one.getsockname()[1]
 
 
 def main():

@@ -1,6 +1,8 @@
 """`layertap.client`: request, wait, fetch, verify, delete; and what happens when the network doesn't play along."""
 
 import asyncio
+import errno
+import os
 import secrets
 import socket
 import threading
@@ -11,6 +13,7 @@ from captures import HandCapture
 
 from layertap.client import AsyncHiddenStatesClient, HiddenStatesClient, ServerError, landing
 from layertap.errors import CorruptError, HiddenStatesError, LayertapError, MissingError, TornError, WaitTimeoutError
+from layertap.serving.server import run_background
 
 
 @pytest.fixture(params=[True, False], ids=["by-path", "by-http"])
@@ -72,9 +75,10 @@ def test_refusals_are_errors_with_their_field(remote):
     with pytest.raises(ServerError, match="layers") as caught:
         remote.complete("x", kv_transfer_params={"layer": [1]})
     assert (caught.value.status, caught.value.param, caught.value.code) == (400, "kv_transfer_params", "invalid_value")
-    with pytest.raises(ServerError) as caught:
-        remote.find("no-such-tag")
-    assert caught.value.status == 404
+    for tag in ("no-such-tag", "no/such?tag#"):
+        with pytest.raises(ServerError, match="no request with this tag|Not Found") as caught:
+            remote.find(tag)
+        assert caught.value.status == 404
 
 
 def test_waiting_ends_with_the_file_its_reason_or_the_timeout(llm, remote):
@@ -91,6 +95,48 @@ def test_waiting_ends_with_the_file_its_reason_or_the_timeout(llm, remote):
         remote.wait(failing.name, timeout=60)
     publisher.join()
     failer.join()
+
+
+def test_a_file_is_waited_for_longer_than_one_request_may_take(llm, server):
+    slow = HandCapture(llm.front, f"slow-{secrets.token_hex(4)}")
+    publisher = threading.Timer(1.0, slow.publish)
+    publisher.start()
+    with HiddenStatesClient(server.url, local=False, timeout=0.3, retries=0) as client:
+        client.wait(slow.name, timeout=60)
+        assert client.fetch_raw(slow.name, timeout=60).token_ids.tolist() == slow.ids
+    publisher.join()
+
+
+def test_a_file_of_another_request_under_the_same_path_is_never_taken(make_llm, tmp_path):
+    own = make_llm(tmp_path / "store", allow_custom_save_path=True, ttl_seconds=3600.0)
+    with run_background(own.front) as server, HiddenStatesClient(server.url) as client:
+        shared = {"hidden_states_path": str(tmp_path / "same.safetensors"), "overwrite": True}
+        first, second = (client.complete("x" * n, max_tokens=1, kv_transfer_params=shared) for n in (3, 5))
+        assert client.fetch(second["choices"][0])["token_ids"].numel() == second["usage"]["prompt_tokens"]
+        with pytest.raises(HiddenStatesError, match=f"replaced by request {second['id']}"):
+            client.fetch(first["choices"][0])
+        # and where this machine has a file of that name by itself
+        away = {"hidden_states_path": str(tmp_path / "same.safetensors"), "hidden_states_id": "elsewhere"}
+        with pytest.raises(MissingError):
+            client.fetch(away)
+
+
+def test_what_this_user_may_not_read_comes_by_http(llm, server, monkeypatch):
+    hand = HandCapture(llm.front, f"private-{secrets.token_hex(4)}")
+    path = hand.publish()
+    real, asked = os.open, []
+
+    def refuse(name, *args, **kwargs):
+        if str(name) == f"{path}.lock" and threading.current_thread() is threading.main_thread():
+            asked.append(name)
+            raise PermissionError(errno.EACCES, "Permission denied", str(name))
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with HiddenStatesClient(server.url) as client:
+        handle = {"hidden_states_path": str(path), "hidden_states_id": hand.name}
+        assert client.fetch_raw(handle).token_ids.tolist() == hand.ids
+    assert asked
 
 
 class Flaky(threading.Thread):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from waiting import wait_until_at_rest
 
 GOOD = {"model": "tiny", "prompt": "hello", "max_tokens": 1}
 
@@ -52,9 +53,11 @@ def post(http, **body):
             "true",
         ),
         ({"kv_transfer_params": []}, 400, "kv_transfer_params", "dictionary"),
+        ({"stream_options": {"include_usage": True}}, 400, "stream_options", "stream=true"),
     ],
 )
-def test_bad_bodies_are_refused_before_anything_runs(http, storage, body, status, param, words):
+def test_bad_bodies_are_refused_before_anything_runs(http, server, storage, body, status, param, words):
+    wait_until_at_rest(server)
     before = sorted(storage.iterdir())
     answer = post(http, **body)
     error = answer.json()["error"]

@@ -73,8 +73,31 @@ def test_ranges_that_arent_there_or_arent_understood(http, made):
     size = os.path.getsize(made["hidden_states_path"])
     outside = http.get(url(made), headers={"range": f"bytes={size}-"})
     assert (outside.status_code, outside.headers["content-range"]) == (416, f"bytes */{size}")
-    for ignored in ("bytes=0-1,4-5", "rows=0-1", "bytes=-", "nonsense"):
+    for ignored in ("bytes=0-1,4-5", "rows=0-1", "bytes=-", "bytes=5-2", "nonsense"):
         assert http.get(url(made), headers={"range": ignored}).status_code == 200
+    head = http.head(url(made), headers={"range": "bytes=0-1"})
+    assert (head.status_code, head.headers["content-length"]) == (200, str(size))
+
+
+def test_a_look_at_the_last_rows_is_no_delivery_and_a_transfer_that_goes_on_is(http, server, made):
+    entry = server.state.book.get(made["hidden_states_id"])
+    etag = http.get(url(made), headers={"range": "bytes=-8"}).headers["etag"]
+    assert not entry.fetched
+    assert http.get(url(made), headers={"range": "bytes=100-", "if-match": etag}).status_code == 206
+    assert entry.fetched
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_closes_nothing_of_anybody_else(http, made, monkeypatch):
+    real = os.pread
+
+    def cut_off(fd, size, offset):
+        if os.readlink(f"/proc/self/fd/{fd}") != made["hidden_states_path"] or offset != 100:
+            return real(fd, size, offset)
+        return b""
+
+    monkeypatch.setattr(os, "pread", cut_off)
+    answer = http.get(url(made), headers={"range": "bytes=100-"})
+    assert (answer.status_code, "cut off" in answer.text) == (500, True)
 
 
 def test_the_etag_is_the_files_digest_and_conditions_are_kept(http, made):
@@ -143,14 +166,38 @@ def test_a_file_that_is_read_stays(http, made):
     assert http.delete(url(made)).status_code == 204
 
 
-def test_a_reader_that_is_done_in_a_moment_is_waited_for(http, made):
-    file = open(made["hidden_states_path"], "rb")  # noqa: SIM115 (closed by the timer)
-    fcntl.flock(file, fcntl.LOCK_SH)
-    done = threading.Timer(0.2, file.close)
-    done.start()
+def test_a_reader_that_is_done_in_a_moment_is_waited_for(http, made, monkeypatch):
+    reader = open(made["hidden_states_path"], "rb")  # noqa: SIM115 (closed below)
+    real, looks = fcntl.flock, []
+    real(reader, fcntl.LOCK_SH)
+
+    def flock(fd, operation):
+        try:
+            return real(fd, operation)
+        except BlockingIOError:
+            looks.append(operation)
+            if len(looks) == 3:
+                reader.close()
+            raise
+
+    monkeypatch.setattr(fcntl, "flock", flock)
     assert http.delete(url(made)).status_code == 204
-    done.join()
+    assert len(looks) == 3
     assert http.get(url(made)).status_code == 404
+
+
+def test_what_cannot_be_removed_is_not_answered_as_gone(http, made, monkeypatch):
+    real = os.unlink
+
+    def refuse(path, **options):
+        if str(path) == made["hidden_states_path"]:
+            raise PermissionError(errno.EPERM, "Operation not permitted", path)
+        real(path, **options)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    answer = http.delete(url(made))
+    assert (answer.status_code, "not permitted" in answer.text) == (500, True)
+    assert http.get(url(made)).status_code == 200
 
 
 def test_a_tag_finds_its_files_and_their_states(http):

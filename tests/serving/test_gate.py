@@ -9,7 +9,7 @@ from captures import KEYS
 from layertap.errors import OptionError
 from layertap.serving.identity import ApiKeys, Caller, clean_client_id, new_id
 from layertap.serving.server import run_background
-from layertap.serving.settings import ServerSettings
+from layertap.serving.settings import KEY_ENV, VLLM_KEY_ENV, ServerSettings, api_keys
 
 ROUTES = [
     ("GET", "/"),
@@ -98,6 +98,17 @@ def test_client_ids_are_plain_afterwards():
 def test_bad_settings_name_themselves(change):
     with pytest.raises(OptionError, match=next(iter(change))):
         ServerSettings(**change)
+
+
+def test_keys_of_the_environment_count_where_none_is_given(monkeypatch):
+    for name in (KEY_ENV, VLLM_KEY_ENV):
+        monkeypatch.delenv(name, raising=False)
+    assert api_keys(None) == ()
+    monkeypatch.setenv(VLLM_KEY_ENV, "of vLLM's documentation")
+    assert api_keys([]) == ("of vLLM's documentation",)
+    monkeypatch.setenv(KEY_ENV, "ours")
+    assert api_keys(None) == ("ours",)
+    assert api_keys(["a", "b"]) == ("a", "b")
 
 
 def test_an_empty_key_is_refused():

@@ -10,6 +10,7 @@ import promql_parser
 import pytest
 from captures import HandCapture
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import wait_until, wait_until_at_rest
 
 from layertap import HiddenStatesError, load_hidden_states
 from layertap.engines.transformers.row_tap import _Group
@@ -49,7 +50,10 @@ def test_what_was_done_is_what_is_counted(fresh):
     hand = HandCapture(fresh.state.front, "counted")
     fresh.state.book.follow([hand.capture])
     hand.fail("no reason in particular")
-    httpx.delete(f"{fresh.url}/v1/hidden_states/{answer['id']}")
+    assert httpx.delete(f"{fresh.url}/v1/hidden_states/{answer['id']}").status_code == 204
+    wait_until_at_rest(fresh)
+    count = "layertap_publish_seconds_count"
+    wait_until(lambda: scrape(fresh)[(count,)] == before[(count,)] + 2, "two files were published")
     after = scrape(fresh)
 
     def grown(*key):

@@ -7,6 +7,7 @@ import httpx
 import numpy as np
 import pytest
 from captures import KEYS, HandCapture
+from waiting import wait_until_at_rest
 
 from layertap.files.read import read_file
 
@@ -35,11 +36,13 @@ def test_a_person_sees_the_server_and_clicks_through_it(browser, server, http):
         left = HandCapture(server.state.front, f"left-{number}")
         server.state.book.follow([left.capture])
         left.fail("somebody left")
+        wait_until_at_rest(server)
     name = http.post("/v1/completions", json=body).json()["id"]
     http.get(f"/v1/hidden_states/{name}", params={"wait": 30})
     failing = HandCapture(server.state.front, "shown-as-failed")
     server.state.book.follow([failing.capture])
     failing.fail("the <b>reason</b> for a person")
+    wait_until_at_rest(server)
     problems = []
     page = browser.new_page(viewport={"width": 1200, "height": 1000})
     page.on("pageerror", lambda error: problems.append(str(error)))

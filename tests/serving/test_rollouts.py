@@ -56,8 +56,10 @@ def scaled(checkpoint_folder, factor):
 def test_no_request_runs_on_a_mixture_and_each_says_its_version(trained, folders):
     models = {f"v{i}": scaled(folders[1] / f"v{i}", 1 + i / 20) for i in range(1, 4)}
 
+    enough = None
+
     async def rollouts(client, results):
-        while len(results) < 60:
+        while enough is None or len(results) < enough:
             answer = await client.complete(
                 "steady", n=2, max_tokens=6, logprobs=0, seed=len(results), ignore_eos=True, return_token_ids=True,
                 kv_transfer_params={"include_output_tokens": True},
@@ -66,15 +68,17 @@ def test_no_request_runs_on_a_mixture_and_each_says_its_version(trained, folders
                 results.append((choice, await client.fetch_raw(choice), await client.fetch(choice)))
 
     async def work():
+        nonlocal enough
         results = []
         async with AsyncHiddenStatesClient(trained.url) as client:
             await client.update_weights(folders[1] / "v1", "v1")
             loops = [asyncio.create_task(rollouts(client, results)) for _ in range(4)]
             for version in ("v2", "v3"):
-                await asyncio.sleep(0)
-                while len(results) < 15 * int(version[1]):
+                before = len(results)
+                while len(results) < before + 15:
                     await asyncio.sleep(0.01)
                 await client.update_weights(folders[1] / version, version)
+            enough = len(results) + 15
             await asyncio.gather(*loops)
         return results
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 from captures import HandCapture
+from waiting import wait_until_at_rest
 
 from layertap.cli.serve import serve as serve_command
 from layertap.cli.serve_files import serve_files
@@ -47,6 +48,7 @@ def test_a_path_inside_the_allowed_folder_is_taken(guarded, folders):
     answer = ask(guarded, hidden_states_path=str(target))
     assert answer.json()["kv_transfer_params"]["hidden_states_path"] == str(target)
     assert httpx.get(f"{guarded.url}/v1/hidden_states/{answer.json()['id']}?wait=30").status_code == 200
+    wait_until_at_rest(guarded)
     assert ask(guarded, hidden_states_path=str(target)).status_code == 409
 
 

@@ -61,9 +61,13 @@ def test_files_that_nobody_takes_from_the_wire_are_not_held_in_memory(llm, serve
 
 def test_streams_that_nobody_reads_end_are_published_and_lose_nothing(server, http):
     body = {**BODY, "max_tokens": 150, "stream": True, "logprobs": 20, "return_token_ids": True}
+    counts = server.state.front.recorder.counts
+    admitted = counts.admitted + 16
     streams = [asked(server.url, "POST /v1/completions", json.dumps({**body, "seed": n}).encode()) for n in range(16)]
     wait_until(
-        lambda: server.state.front.num_running == 0 and server.state.book.num_writing == 0,
+        lambda: (
+            counts.admitted == admitted and server.state.front.num_running == 0 and server.state.book.num_writing == 0
+        ),
         "a stream that nobody reads holds its generation up",
     )
     assert server.state.front.recorder.budget.in_flight_bytes == 0

@@ -2,12 +2,13 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
+
+from ports import free_port
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines" / "vllm"))
 
@@ -16,11 +17,6 @@ STOCK = [sys.executable, "-m", "layertap.serving.vllm_main", "serve"]
 SMALL = [
     "--max_model_len", "256", "--dtype", "float32", "--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--enforce-eager",
 ]  # fmt: skip
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return one.getsockname()[1]
 
 
 @contextmanager
@@ -49,10 +45,15 @@ def vllm_serving(command, *arguments, environment=None):
     reader.start()
     try:
         ready.wait(400)
-        assert process.poll() is None, "".join(log[-40:])
+        assert any("Application startup complete" in line for line in log), "".join(log[-40:])
         yield f"http://127.0.0.1:{port}", process
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-        process.wait(120)
-        reader.join()
+        try:
+            process.wait(120)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        finally:
+            reader.join()

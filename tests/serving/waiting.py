@@ -5,7 +5,7 @@ import threading
 _PAUSE_SECONDS = 0.02
 
 
-def wait_until(condition, trouble, seconds=60):
+def wait_until(condition, trouble, seconds=300):
     """Poll on an event that nobody sets; `trouble` says what it means when the time is over."""
     nothing = threading.Event()
     for _ in range(round(seconds / _PAUSE_SECONDS)):
@@ -13,3 +13,9 @@ def wait_until(condition, trouble, seconds=60):
             return
         nothing.wait(_PAUSE_SECONDS)
     raise AssertionError(trouble)
+
+
+def wait_until_at_rest(server):
+    """Until nothing runs and nothing is written: files are published, or their reasons are, a moment after the answer."""
+    front, book = server.state.front, server.state.book
+    wait_until(lambda: front.num_running == 0 and book.num_writing == 0, "the server doesn't come to rest")

@@ -8,7 +8,7 @@ from typing import Any
 
 import uvicorn
 
-from layertap.errors import OptionError
+from layertap.errors import LayertapError, OptionError
 
 _LOOPBACK = ("localhost", "::1")
 _BACKLOG = 2048
@@ -45,8 +45,16 @@ def url_of(host: str, claimed: socket.socket) -> str:
 
 
 def run(app: Any, claimed: socket.socket, on_ready: Callable[[], None] | None = None) -> None:
-    """Serve until SIGTERM or SIGINT, finish what is running, and return. A second SIGINT drops it."""
-    Server(app, on_ready).run(sockets=[claimed])
+    """Serve until SIGTERM or SIGINT, finish what is running, and return. A second SIGINT drops it.
+
+    Raises:
+        LayertapError: it didn't come to that.
+    """
+    server = Server(app, on_ready)
+    with contextlib.suppress(SystemExit):  # uvicorn's way to say so
+        server.run(sockets=[claimed])
+    if not server.started:
+        raise LayertapError("the server didn't start; the log has the reason")
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """A server in a thread, for tests, notebooks and training loops."""
 
 import contextlib
-import logging
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,8 +11,6 @@ from layertap.serving.app import build_app
 from layertap.serving.listening import Server, bind, url_of
 from layertap.serving.settings import ServerSettings
 from layertap.serving.state import ServerState
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +44,8 @@ def run_background(
 
     def work() -> None:
         try:
-            server.run(sockets=[claimed])
-        except SystemExit:  # uvicorn's way to say that the start failed
-            logger.error("the server ended early")
+            with contextlib.suppress(SystemExit):  # uvicorn's way to say that the start failed
+                server.run(sockets=[claimed])
         finally:
             ready.set()
 

@@ -6,6 +6,7 @@ file routes too, and asks for the API key on every route (vLLM itself leaves /me
 told where files go by options that only this middleware may set. Imports no engine.
 """
 
+import asyncio
 import json
 import os
 import random
@@ -111,7 +112,8 @@ class HiddenStatesMiddleware:
                 await self._pass(scope, receive, send)
                 return
             raw = await self._body(receive)
-            admitted = self._desk.admit(raw, kind, caller, scope)
+            # looks at the store, which may be a slow network's
+            admitted = await asyncio.to_thread(self._desk.admit, raw, kind, caller, scope)
         except ApiError as exc:
             await exc.response()(scope, receive, send)
             return

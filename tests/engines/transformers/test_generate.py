@@ -73,8 +73,10 @@ def test_a_cache_that_is_too_small_for_all_feeds_some_again_and_loses_no_row(mod
     options = GenerationOptions(kv_cache_bytes=256 * bytes_per_token, max_num_seqs=6, max_num_batched_tokens=64)
     generator = Generator(model, None, info, options=options)
     client = Client(generator, info)
+    gate = Gate()
     try:
-        answers = [client.ask(prompt_of(40, seed=i), max_tokens=60) for i in range(6)]
+        answers = [client.ask(prompt_of(40, seed=i), max_tokens=60, listener=gate) for i in range(6)]
+        gate.opened.set()  # all are there
         for answer in answers:
             assert len(answer.token_ids) == 60
             assert row_error(answer, model) < TOLERANCE
@@ -398,6 +400,8 @@ def test_close_ends_what_runs_and_what_waits_and_refuses_more(model):
     waiting = client.ask(prompt_of(6))
     closer = threading.Thread(target=generator.close)
     closer.start()
+    while not generator._closed:
+        closer.join(0.01)
     gate.opened.set()
     closer.join(TIMEOUT)
     for answer in (running, waiting):

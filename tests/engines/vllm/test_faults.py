@@ -33,7 +33,7 @@ def small_disk(tmp_path_factory):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(folder)], check=False).returncode:
         pytest.skip("mounting a small file system needs root")
     yield folder
-    subprocess.run(["umount", str(folder)], check=False)
+    subprocess.run(["umount", "-l", str(folder)], check=False)  # the engine may still have it open
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def read_only(tmp_path_factory):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(folder)], check=False).returncode:
         pytest.skip("mounting a read-only file system needs root")
     yield folder
-    subprocess.run(["umount", str(folder)], check=False)
+    subprocess.run(["umount", "-l", str(folder)], check=False)
 
 
 @pytest.fixture(scope="module")
