@@ -25,6 +25,7 @@ RANKS = {
     "serving": 10,
     "trust": 10,
     "cli": 11,
+    "__main__": 11,
     "testing": 12,
 }
 # Late imports that close a circle on purpose, each with its reason.

@@ -5,6 +5,12 @@ import sys
 
 def main() -> None:
     """Run the command line."""
-    from layertap.cli.app import make_app
-
+    try:
+        from layertap.cli.app import make_app
+    except ModuleNotFoundError as exc:
+        if exc.name is None or exc.name.partition(".")[0] == "layertap":
+            raise
+        raise SystemExit(
+            f"error: {exc.name} isn't installed in this Python environment, and the command line needs it: pip install {exc.name}"
+        ) from exc
     make_app()(args=sys.argv[1:], prog_name="layertap")

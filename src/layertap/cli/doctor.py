@@ -9,6 +9,7 @@ import typer
 
 from layertap.cli.options import AsJson, Device, EngineName, Model, Revision, TrustRemoteCode
 from layertap.cli.reporting import PARTLY, errors_explained, quiet_libraries
+from layertap.errors import OptionError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,6 +53,8 @@ def doctor(
         if engine == "vllm":  # read when it is imported; what it logs must not stand between the lines of a JSON report
             os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        if picture is not None and not picture.absolute().parent.is_dir():
+            raise OptionError(f"picture: {picture}: there is no folder {picture.absolute().parent}")
         report = examine(
             model,
             storage=storage,
@@ -61,16 +64,17 @@ def doctor(
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
-        if picture is not None:
-            from layertap.trust.picture import draw_errors
-
-            draw_errors(report, picture)
     if as_json:
         typer.echo(json.dumps(report.as_json(), indent=2))
     else:
         from rich.console import Console
 
         _show(Console(soft_wrap=False), report)
+    if picture is not None:
+        with errors_explained():
+            from layertap.trust.picture import draw_errors
+
+            draw_errors(report, picture)
     if report.bad:
         raise typer.Exit(PARTLY)
 

@@ -231,7 +231,9 @@ def extract(
             share_prefixes=share_prefixes,
             compress=compress,
             check_rows=resume_check == "rows",
-            shards=ShardOptions(shard_bytes=parse_bytes(shard_size), shard_seconds=shard_seconds, fsync=fsync),
+            shards=ShardOptions(
+                shard_bytes=parse_bytes(shard_size, "--shard-size"), shard_seconds=shard_seconds, fsync=fsync
+            ),
         )
         engine_options = {name: value for name, value in given.items() if value is not None}
         if ray:

@@ -38,6 +38,13 @@ def errors_explained() -> Iterator[None]:
     except (LayertapError, OSError) as exc:
         say_error(_message(exc))
         raise typer.Exit(FAILED) from exc
+    except ModuleNotFoundError as exc:
+        if exc.name is None or exc.name.partition(".")[0] == "layertap":
+            raise
+        say_error(
+            f"{exc.name} isn't installed in this Python environment, and this command needs it: pip install {exc.name}"
+        )
+        raise typer.Exit(FAILED) from exc
     except KeyboardInterrupt as exc:
         say("stopped")
         raise typer.Exit(STOPPED) from exc
@@ -59,8 +66,8 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
-def parse_bytes(text: str) -> int:
-    """Read "2GiB", "500 MB" or "1000000".
+def parse_bytes(text: str, option: str | None = None) -> int:
+    """Read "2GiB", "500 MB" or "1000000"; the option that it was given for is named where it can't be read.
 
     Raises:
         typer.BadParameter: it is no size.
@@ -68,7 +75,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", text, re.IGNORECASE)
     factor = _UNITS.get(match[2].lower()) if match else None
     if match is None or factor is None:
-        raise typer.BadParameter(f"expected a size such as 2GiB or 500MB, got {text!r}")
+        raise typer.BadParameter(f"expected a size such as 2GiB or 500MB, got {text!r}", param_hint=option)
     return int(float(match[1]) * factor)
 
 

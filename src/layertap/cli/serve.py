@@ -157,10 +157,16 @@ def serve(
     store = {
         "shared_storage_path": None if storage is None else os.path.abspath(storage),
         "handover": handover,
-        "max_storage_bytes": None if max_storage_bytes is None else parse_bytes(max_storage_bytes),
-        "min_free_bytes": None if min_free_bytes is None else parse_bytes(min_free_bytes),
-        "max_bytes_in_flight": None if max_bytes_in_flight is None else parse_bytes(max_bytes_in_flight),
-        "prefix_rows_bytes": None if prefix_rows_bytes is None else parse_bytes(prefix_rows_bytes),
+        "max_storage_bytes": None
+        if max_storage_bytes is None
+        else parse_bytes(max_storage_bytes, "--max-storage-bytes"),
+        "min_free_bytes": None if min_free_bytes is None else parse_bytes(min_free_bytes, "--min-free-bytes"),
+        "max_bytes_in_flight": None
+        if max_bytes_in_flight is None
+        else parse_bytes(max_bytes_in_flight, "--max-bytes-in-flight"),
+        "prefix_rows_bytes": None
+        if prefix_rows_bytes is None
+        else parse_bytes(prefix_rows_bytes, "--prefix-rows-bytes"),
         "save_dtype": save_dtype,
         "capture_by_default": capture_by_default,
         "allow_custom_save_path": _custom_paths(allow_custom_save_path),
@@ -205,7 +211,7 @@ def serve(
                 api_keys=api_keys(api_key),
                 allow_delete=allow_delete,
                 allow_weight_updates=tuple(os.path.abspath(folder) for folder in allow_weight_updates or ()),
-                max_body_bytes=parse_bytes(max_body_bytes),
+                max_body_bytes=parse_bytes(max_body_bytes, "--max-body-bytes"),
                 max_logprobs=max_logprobs,
                 max_running=max_running,
             ),
@@ -235,4 +241,6 @@ def _seconds(text: str) -> float | None:
     try:
         return float(text)
     except ValueError:
-        raise typer.BadParameter(f"--ttl-seconds: expected a number of seconds or none, got {text!r}") from None
+        raise typer.BadParameter(
+            f"expected a number of seconds or none, got {text!r}", param_hint="--ttl-seconds"
+        ) from None

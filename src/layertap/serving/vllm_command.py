@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from layertap.capture.options import StoreOptions
+from layertap.engines.vllm.installed import require_vllm
 from layertap.errors import OptionError
 from layertap.params import CONNECTORS, layers_of_speculative_config
 from layertap.serving.launch import ServeOptions, store_config
@@ -139,8 +140,13 @@ def _spot_check(one_in: Any, store: dict[str, Any]) -> int:
 
 
 def exec_vllm(options: ServeOptions, more: Sequence[str]) -> NoReturn:
-    """Become vLLM's server."""
+    """Become vLLM's server.
+
+    Raises:
+        OptionError: what can't be had with vLLM, or vLLM isn't installed.
+    """
     command, environment = vllm_command(options, more)
+    require_vllm()
     if not is_loopback(options.host) and not options.settings.api_keys:
         logger.warning("listening on %s without --api-key: everybody who reaches it may use it", options.host)
     logger.info("running %s", shlex.join(command[1:]))

@@ -4,6 +4,7 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
+from layertap.engines.vllm.installed import require_vllm
 from layertap.errors import LayertapError, OptionError
 from layertap.llm import LLM
 from layertap.trust.findings import Report
@@ -34,10 +35,12 @@ def examine(
         trust_remote_code: code of the checkpoint may run.
 
     Raises:
-        OptionError: an option that the engine can't honour.
+        OptionError: an option that the engine can't honour, or an engine that isn't installed.
     """
     if engine == "vllm" and device is not None:
         raise OptionError(f"device: vLLM runs on the device that it was built for, {device!r} can't be asked for")
+    if engine == "vllm":
+        require_vllm()
     report = Report(model=model, engine=engine)
     examine_versions(report)
     examine_store(report, storage)

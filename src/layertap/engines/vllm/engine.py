@@ -17,6 +17,7 @@ from layertap.capture.options import StoreOptions
 from layertap.capture.request import RequestOptions
 from layertap.engines.base import ModelInfo
 from layertap.engines.vllm import compat
+from layertap.engines.vllm.installed import require_vllm
 from layertap.engines.vllm.orders import ERROR_KEY, ID_KEY, PREFILL_KEY
 from layertap.engines.vllm.plugin import CONNECTOR
 from layertap.engines.vllm.private import PrivateFolder
@@ -69,6 +70,7 @@ class VllmFrontend:
         stores: bool,
         **engine_options: Any,
     ) -> None:
+        require_vllm()
         compat.check_version()
         from vllm import LLM
         from vllm.config import KVTransferConfig
