@@ -1,12 +1,15 @@
 """Adding a command or an option means editing a list here, in plain sight of the review."""
 
+import re
 import subprocess
 import sys
 
+import pytest
 import typer
+from typer.testing import CliRunner
 
 from layertap.cli.app import make_app
-from layertap.cli.reporting import bytes_text, parse_bytes, seconds_text
+from layertap.cli.reporting import bytes_text, parse_bytes, runs_text, seconds_text
 
 SURFACE = {
     "clean": ["--dry-run", "--ttl-seconds", "folder"],
@@ -156,6 +159,15 @@ def test_commands_and_options_are_the_known_ones():
     assert found == SURFACE
 
 
+@pytest.mark.parametrize("command", SURFACE)
+def test_help_names_every_option_in_full_on_a_narrow_terminal(command):
+    done = CliRunner().invoke(make_app(), [command, "--help"], env={"COLUMNS": "60"})
+    assert done.exit_code == 0, done.output
+    for name in SURFACE[command]:
+        assert re.search(rf"{name}(?![\w-])", done.output, re.IGNORECASE), name
+    assert max(len(line) for line in done.output.splitlines()) <= 60
+
+
 def test_help_costs_no_heavy_import():
     script = (
         "import sys\n"
@@ -180,3 +192,8 @@ def test_sizes_and_times_are_read_and_said():
         "5.0 TiB",
     ]
     assert [seconds_text(seconds) for seconds in (0.4, 61, 3723)] == ["0:00", "1:01", "1:02:03"]
+
+
+def test_layer_ids_are_said_in_their_order_with_runs_as_their_ends():
+    said = {(0, 1, 2, 3, 7): "0-3, 7", (4, 5): "4, 5", (3, 2, 1): "3, 2, 1", (8, 0, 1, 2): "8, 0-2", (): ""}
+    assert {ids: runs_text(ids) for ids in said} == said

@@ -4,9 +4,9 @@ import importlib
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
 
 from layertap import __version__
+from layertap.cli.helping import Command
 
 COMMANDS = {
     "plan": "layertap.cli.plan:plan",
@@ -35,7 +35,7 @@ SEVERAL_VALUES = ("--served-model-name", "--api-key")
 """Options of `serve` that vLLM documents with several values behind one flag."""
 
 
-class ServeCommand(TyperCommand):
+class ServeCommand(Command):
     """`--api-key A B` means `--api-key A --api-key B`, as for vLLM, where the model stands first."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -84,7 +84,7 @@ def make_app() -> typer.Typer:
 
     for name, place in COMMANDS.items():
         module, _, function = place.partition(":")
-        kind = ServeCommand if name == "serve" else TyperCommand
+        kind = ServeCommand if name == "serve" else Command
         app.command(name, cls=kind, context_settings=CONTEXTS.get(name))(
             getattr(importlib.import_module(module), function)
         )

@@ -1,17 +1,19 @@
 """`layertap inspect`: what a file or a data set holds."""
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from layertap.cli.reporting import bytes_text, errors_explained, plural, quiet_libraries, say
+from layertap.cli.reporting import bytes_text, errors_explained, fitted, plural, quiet_libraries, runs_text, say
 
 if TYPE_CHECKING:
     from layertap.datasets.inspection import SampleView
 
 _RAMP = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
-_MAP_COLUMNS = 72
+_MOST_MAP_COLUMNS = 72
+_TOKEN_COLUMNS = 22
 _MOST_LAYERS_SHOWN = 64
 
 
@@ -64,7 +66,7 @@ def _show_dataset(folder: Path) -> bool:
         "tokens": f"{ds.num_tokens:,}",
         "input": ds.manifest.input_name,
         "model": rows.model + (f" at {rows.revision}" if rows.revision else ""),
-        "layers": f"{', '.join(map(str, rows.layers))} of 0 to {rows.num_layers}, hidden size {rows.hidden_size}",
+        "layers": f"{runs_text(rows.layers)} of 0 to {rows.num_layers}, hidden size {rows.hidden_size}",
         "dtype": f"{rows.save_dtype}, computed in {rows.compute_dtype}{', compressed' * bool(rows.options.get('compress'))}",
         "engine": f"{rows.engine} {rows.engine_version}",
         **{key: str(value) for key, value in ds.manifest.made_by.items()},
@@ -96,17 +98,18 @@ def _show_sample(view: "SampleView", texts: list[str] | None, top: int) -> None:
 
     def token(row: int) -> str:
         name = f"{view.first_position + row} (id {view.token_ids[row]}"
-        return name + (f" {texts[row]!r})" if texts is not None else ")")
+        name += f" {texts[row]!r})" if texts is not None else ")"
+        return name if len(name) <= _TOKEN_COLUMNS else f"{name[: _TOKEN_COLUMNS - 3]}..)"
 
-    typer.echo("\n  layer   median norm      max norm   at position                     cosine to the layer before")
+    heads = ("med. norm", "max norm", "at position", "cosine to the layer before")
+    typer.echo(f"\n  layer {heads[0]:>9s} {heads[1]:>9s}  {heads[2]:{_TOKEN_COLUMNS}s}  {heads[3]}")
     shown = list(range(len(view.layers)))
     for slot in shown[:_MOST_LAYERS_SHOWN]:
         highest = int(lengths[:, slot].argmax())
         cosine = f"{turns[:, slot - 1].mean():.3f} (lowest {turns[:, slot - 1].min():.3f})" if slot else ""
-        median = float(sorted(lengths[:, slot])[len(lengths) // 2])
-        typer.echo(
-            f"  {view.layers[slot]:5d} {median:13.2f} {lengths[highest, slot]:13.2f}   {token(highest):30s}  {cosine}".rstrip()
-        )
+        median, largest = float(sorted(lengths[:, slot])[len(lengths) // 2]), lengths[highest, slot]
+        line = f"  {view.layers[slot]:5d} {median:9.2f} {largest:9.2f}  {token(highest):{_TOKEN_COLUMNS}s}  {cosine}"
+        typer.echo(line.rstrip())
     if len(shown) > _MOST_LAYERS_SHOWN:
         typer.echo(f"  and {len(shown) - _MOST_LAYERS_SHOWN} more layers (--plot shows all)")
     if turns.size:
@@ -114,11 +117,11 @@ def _show_sample(view: "SampleView", texts: list[str] | None, top: int) -> None:
         order = change.argsort()[::-1][:3]
         steps = ", ".join(f"{view.layers[i]} to {view.layers[i + 1]} ({change[i]:.3f})" for i in order)
         typer.echo(f"\n  layers change most (1 - cosine): {steps}")
-    typer.echo("\n  largest values        layer   dimension        value   times the layer's median")
+    typer.echo("\n  largest values          layer  dimension      value  times the layer's median")
     for peak in peaks(view.rows, top):
         typer.echo(
-            f"  {token(peak.token):21s} {view.layers[peak.slot]:5d} {peak.dimension:11d} "
-            f"{peak.value:12.2f} {peak.times_median:12,.0f}"
+            f"  {token(peak.token):{_TOKEN_COLUMNS}s} {view.layers[peak.slot]:6d} {peak.dimension:10d} "
+            f"{peak.value:10.2f} {peak.times_median:11,.0f}"
         )
     _show_map(view, lengths)
 
@@ -128,7 +131,8 @@ def _show_map(view: "SampleView", lengths: "object") -> None:
     import numpy as np
 
     values = np.log(np.maximum(np.asarray(lengths), 1e-9))
-    groups = np.array_split(values, min(_MAP_COLUMNS, len(values)))
+    room = shutil.get_terminal_size().columns - len("  layer ||")
+    groups = np.array_split(values, min(max(1, room), _MOST_MAP_COLUMNS, len(values)))
     columns = np.stack([group.max(axis=0) for group in groups], axis=1)
     low, high = columns.min(axis=1, keepdims=True), columns.max(axis=1, keepdims=True)
     levels = np.rint((columns - low) / np.maximum(high - low, 1e-9) * (len(_RAMP) - 1)).astype(int)
@@ -142,4 +146,4 @@ def _show_map(view: "SampleView", lengths: "object") -> None:
 def _show_facts(facts: dict[str, str]) -> None:
     width = max(len(name) for name in facts)
     for name, value in facts.items():
-        typer.echo(f"  {name:{width}s}  {value}")
+        typer.echo(fitted(f"  {name:{width}s}  {value}", width + 4))

@@ -20,7 +20,15 @@ from layertap.cli.options import (
     Tokenizer,
     TrustRemoteCode,
 )
-from layertap.cli.reporting import bytes_text, errors_explained, plural, quiet_libraries, seconds_text
+from layertap.cli.reporting import (
+    bytes_text,
+    errors_explained,
+    fitted,
+    plural,
+    quiet_libraries,
+    runs_text,
+    seconds_text,
+)
 
 if TYPE_CHECKING:
     from layertap.datasets.plan import Plan
@@ -78,7 +86,7 @@ def plan(
             **{name: value for name, value in given.items() if value is not None},
         )
     for line in lines_of(made):
-        typer.echo(line)
+        typer.echo(fitted(line, 9))
 
 
 def lines_of(plan: "Plan") -> list[str]:
@@ -88,7 +96,7 @@ def lines_of(plan: "Plan") -> list[str]:
     error = "" if found.is_exact else f" (+- {found.tokens_error:,}, from a sample of {found.num_sampled:,})"
     lines = [
         f"model    {info.model}: {info.num_layers} blocks of {info.hidden_size}, {info.dtype} on {info.device}",
-        f"layers   {', '.join(map(str, plan.layers))}: {plan.num_blocks} of {info.num_layers} blocks are run",
+        f"layers   {runs_text(plan.layers)}: {plan.num_blocks} of {info.num_layers} blocks are run",
         f"input    {plural(found.num_records, 'record')}, {about}{plural(found.tokens, 'token')}{error}; "
         f"mean {found.mean_tokens:,.0f}, longest {found.longest:,}",
     ]

@@ -3,7 +3,10 @@
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
 
 import typer
 
@@ -118,6 +121,26 @@ def seconds_text(seconds: float) -> str:
     whole = round(seconds)
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def runs_text(ids: Sequence[int]) -> str:
+    """Say ids in their order; runs of three and more as their ends: 0-3, 7."""
+    found: list[str] = []
+    start = 0
+    for end in range(1, len(ids) + 1):
+        if end == len(ids) or ids[end] != ids[end - 1] + 1:
+            run = ids[start:end]
+            found += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
+            start = end
+    return ", ".join(found)
+
+
+def fitted(line: str, indent: int) -> str:
+    """Break a line where the terminal ends, what follows indented; where there is no terminal it stays one line."""
+    if not sys.stdout.isatty():
+        return line
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def plural(count: int, noun: str) -> str:
