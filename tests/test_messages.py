@@ -5,6 +5,7 @@ The tables hold: what is done, the error (or status, or exit code), and words th
 
 import json
 import shutil
+import socket
 import sys
 
 import httpx
@@ -129,6 +130,8 @@ CALLS = {
         "tensor_parallel_size|engine='vllm'",
     ),
     "engine option": (lambda m, f: LLM(f / "llama", dtyp="float32"), OptionError, "dtyp|'dtype'"),
+    "half a layer": (lambda m, f: m.extract([PROMPT], layers="1.5"), LayerError, "'1.5' is neither an id nor a preset"),
+    "no length": (lambda m, f: LLM(f / "llama", max_model_len=0), OptionError, "max_model_len|at least 1, got 0"),
     "engine": (lambda m, f: LLM(f / "llama", engine="hf"), OptionError, "engine|'transformers' or 'vllm'"),
     "dtype": (lambda m, f: LLM(f / "llama", dtype="int3"), OptionError, "dtype|'int3'|bfloat16"),
     "no model": (lambda m, f: LLM(f / "nothing"), ModelError, "nothing|no such folder"),
@@ -196,6 +199,18 @@ ROWS = {
 }
 COMMANDS = {
     "no input": ("extract MODEL none.jsonl --layers all --out a", 1, "none.jsonl|no such input file"),
+    "empty input": ("extract MODEL empty.jsonl --layers all --out a", 1, "empty.jsonl: holds no prompts"),
+    "no weights": ("extract hollow good.jsonl --layers all --out a", 1, "can't load the weights of hollow"),
+    "a file for a folder": (
+        "extract MODEL good.jsonl --layers all --out good.jsonl",
+        2,
+        "good.jsonl|a file is in its place",
+    ),
+    "no size": ("serve MODEL --max-storage-bytes much", 2, "--max-storage-bytes|such as 2GiB"),
+    "no seconds": ("serve MODEL --ttl-seconds long", 2, "--ttl-seconds|seconds or none"),
+    "misspelt": ("serve MODEL --api-ke x", 2, "--api-ke|did you mean --api-key?"),
+    "fewer than no samples": ("verify states --sample -1", 2, "--sample"),
+    "no tokenizer": ("inspect states --tokenizer full", 2, "tokenizer: can't read that of full"),
     "no such layer": ("extract MODEL good.jsonl --layers 9 --out b", 2, "layer 9|0 (the embeddings) to 4"),
     "two fields": ("extract MODEL both.jsonl --layers all --out c", 3, "both.jsonl line 1|prompt, messages|`field`"),
     "other layers": ("extract MODEL good.jsonl --layers 1 --out states", 2, "layers|states"),
@@ -239,6 +254,8 @@ def command(model, folder):
 
     for name, rows in ROWS.items():
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "empty.jsonl").touch()
+    shutil.copytree(model, folder / "hollow", ignore=shutil.ignore_patterns("*.safetensors"))
     (folder / "full").mkdir()
     (folder / "full" / "a").write_text("something")
     made = run("extract MODEL good.jsonl --layers all --out states")
@@ -254,6 +271,13 @@ def test_a_command_that_cannot_be_run_says_why_and_has_its_exit_code(name, comma
     assert done.exit_code == code, output
     for word in said.split("|"):
         assert word in output
+
+
+def test_a_port_that_is_taken_is_said_before_a_model_is_loaded(command):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = command(f"serve MODEL --port {taken.getsockname()[1]}")
+    assert done.exit_code == 2
+    assert "give another port (0 takes a free one)" in " ".join(done.output.split())
 
 
 SERVED = {

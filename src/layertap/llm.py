@@ -187,6 +187,7 @@ class LLM:
 
         Raises:
             OptionError: at once, before anything runs.
+            ModelError: with the first prompt: the weights can't be loaded, or the model's rows can't be taken.
             ExtractionError: after all others were yielded: which prompts failed, and why.
         """
         given = {"layers": layers, "positions": positions, "save_dtype": save_dtype, "overwrite": overwrite}

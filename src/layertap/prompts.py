@@ -91,7 +91,10 @@ class PromptReader:
         if add_generation_prompt and continue_final_message:
             raise OptionError("continue_final_message: can't be combined with add_generation_prompt=True")
         if chat_template is None and getattr(self._tokenizer, "chat_template", None) is None:
-            raise PromptError("chat: the model's tokenizer has no chat template; give one as chat_template=...")
+            raise PromptError(
+                "chat: the model's tokenizer has no chat template; give one as chat_template=..., take a tokenizer that has one "
+                "(--tokenizer on the command line), or give text prompts"
+            )
         for number, message in enumerate(messages):
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise PromptError(f"messages[{number}]: expected a dict with 'role' and 'content', got {message!r}")

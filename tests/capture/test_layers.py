@@ -17,6 +17,7 @@ from layertap.errors import LayerError
         ("last", 30, (30,)),
         ("1-4", 30, (1, 2, 3, 4)),
         ("5, 1,-1", 30, (5, 1, 30)),
+        ("[5, 1, -1]", 30, (5, 1, 30)),
         ([-1, 0, "7"], 30, (30, 0, 7)),
         (4, 30, (4,)),
     ],
@@ -52,6 +53,7 @@ def test_dflash_is_the_documented_formula(num_layers, count):
         (True, "expected ids"),
         (None, "expected ids"),
         ("12.mlp_out", "not the site 'mlp_out'"),
+        ("1.5", "'1.5' is neither an id nor a preset"),
         ("dflash:1", "at least 2"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import sys
 
@@ -50,6 +51,19 @@ def test_extract_writes_a_data_set_and_says_what_it_did(states, run, model, prom
     again = run("extract", model, prompts, "--layers", "all", "--out", states, "--dtype", "float32")
     assert again.exit_code == 0
     assert "8 samples had been done before, by checksum" in again.output
+
+
+def test_a_run_that_could_not_begin_leaves_its_folder_to_the_next(run, model, prompts, tmp_path):
+    hollow = tmp_path / "hollow"
+    shutil.copytree(model, hollow)
+    (hollow / "model.safetensors").rename(tmp_path / "weights")
+    words = ("extract", hollow, prompts, "--layers", "all", "--out", tmp_path / "late")
+    failed = run(*words)
+    assert failed.exit_code == 1
+    assert failed.output.count("can't load the weights") == 1
+    (tmp_path / "weights").rename(hollow / "model.safetensors")
+    assert run(*words).exit_code == 0
+    assert len(open_dataset(tmp_path / "late", verify=True)) == 8
 
 
 def test_extract_reads_text_and_options(run, model, tmp_path):

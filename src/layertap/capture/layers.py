@@ -43,7 +43,9 @@ def resolve_layers(layers: LayersLike, num_layers: int) -> tuple[int, ...]:
     if isinstance(layers, int):
         terms = [layers]
     elif isinstance(layers, str):
-        terms = [term for term in (part.strip() for part in re.split(r"[,+]", layers)) if term]
+        listed = re.fullmatch(r"\s*\[(.*)\]\s*", layers)  # as JSON and Python write a list
+        words = re.split(r"[,+]", listed[1] if listed else layers)
+        terms = [term for term in (word.strip() for word in words) if term]
     elif isinstance(layers, Sequence):
         terms = list(layers)
     else:
@@ -91,7 +93,7 @@ def _resolve_term(term: int | str, num_layers: int) -> list[int]:
         if last < first:
             raise LayerError(f"layers: the range {term!r} runs backwards")
         return [_resolve_id(layer, num_layers) for layer in (*range(first, min(last, num_layers + 1)), last)]
-    if site := re.fullmatch(r"-?\d+\.(\w+)", term):
+    if site := re.fullmatch(r"-?\d+\.([a-z_]\w*)", term, re.IGNORECASE):
         raise LayerError(f"layers: {term!r}: only the residual stream can be taken, not the site {site[1]!r}")
     return _resolve_preset(term, num_layers)
 

@@ -29,7 +29,7 @@ def export(
         ),
     ] = None,
     context_size: Annotated[
-        int | None, typer.Option(help="saelens: tokens a row; default 128.", show_default=False)
+        int | None, typer.Option(min=1, help="saelens: tokens a row; default 128.", show_default=False)
     ] = None,
     verify: Annotated[bool, typer.Option(help="Compare each sample with its checksum.")] = True,
 ) -> None:

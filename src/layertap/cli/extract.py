@@ -213,12 +213,15 @@ def extract(
         from layertap.datasets.inputs import open_input
         from layertap.datasets.joining import refuse_share_beside_set, shard_folder
         from layertap.datasets.writer import ShardOptions
+        from layertap.errors import PromptError
 
         share = (0, 1) if shard is None else parse_shard(shard)
         source = open_input(input, format=input_format, field=field, text_unit=text_unit, limit=limit, share=share)
         if shard is not None:
             refuse_share_beside_set(out)
             out = out / shard_folder(*share)
+        elif next(iter(source), None) is None:
+            raise PromptError(f"{input}: holds no prompts")
         options = RunOptions(
             layers=layers,
             layout=layout,

@@ -27,7 +27,7 @@ def inspect(
         str | None,
         typer.Option(help="Spell tokens with this one (folder, hub id, GGUF file).", show_default=False),
     ] = None,
-    top: Annotated[int, typer.Option(help="How many massive activations to list.")] = 8,
+    top: Annotated[int, typer.Option(min=0, help="How many massive activations to list.")] = 8,
 ) -> None:
     """Show what a file holds: metadata, norms by layer, massive activations, and where the layers change most.
 

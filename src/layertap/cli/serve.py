@@ -1,5 +1,6 @@
 """`layertap serve`: a model behind an OpenAI-compatible API, with its hidden states."""
 
+import difflib
 import logging
 import os
 from typing import Annotated, Any
@@ -221,7 +222,10 @@ def serve(
 
             exec_vllm(options, list(context.args))
         if unknown := [word for word in context.args if word not in _NEEDLESS]:
-            raise typer.BadParameter(f"no such option: {unknown[0]} (with --engine vllm it would go to vLLM)")
+            known = [word for param in context.command.params for word in param.opts if word.startswith("--")]
+            near = difflib.get_close_matches(unknown[0].replace("_", "-"), known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "with --engine vllm it would go to vLLM"
+            raise typer.BadParameter(f"no such option: {unknown[0]} ({hint})")
         from layertap.serving.launch import serve as run
 
         run(options)

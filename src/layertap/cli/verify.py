@@ -77,7 +77,9 @@ def verify(
     ] = None,
     sample: Annotated[
         int | None,
-        typer.Option(help="How many samples to compute again (4 with --model; none without).", show_default=False),
+        typer.Option(
+            min=0, help="How many samples to compute again (4 with --model; none without).", show_default=False
+        ),
     ] = None,
     recompute: Annotated[
         str | None,

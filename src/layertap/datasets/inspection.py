@@ -179,6 +179,9 @@ def _load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     path = Path(name)
-    if path.is_file():
-        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    return AutoTokenizer.from_pretrained(name)
+    try:
+        if path.is_file():
+            return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError, ImportError) as exc:
+        raise OptionError(f"tokenizer: can't read that of {name}: {exc}") from exc

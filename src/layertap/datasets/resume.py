@@ -61,9 +61,14 @@ def locked_folder(folder: Path) -> Iterator[None]:
     """Hold the folder for one writer.
 
     Raises:
+        OptionError: the folder can't be made.
         TargetExistsError: another job writes to it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        reason = "a file is in its place" if isinstance(exc, FileExistsError | NotADirectoryError) else exc.strerror
+        raise OptionError(f"{folder}: the folder can't be made: {reason}; give another one") from exc
     try:
         lock = WriterLock(folder / _LOCK_NAME, None, patience_seconds=0.0)
     except TargetExistsError as exc:
@@ -102,6 +107,11 @@ def prepare_folder(
     except MissingError:
         _refuse_strangers(folder)
         for leftover in _temporaries(folder):
+            leftover.unlink(missing_ok=True)
+        _write_manifest(folder, manifest)
+        return Prepared(manifest=manifest, done=_done([], []), damaged=[])
+    if not part_paths(folder):  # a run that ended before it published anything binds nobody
+        for leftover in list(leftovers(folder, existing)):
             leftover.unlink(missing_ok=True)
         _write_manifest(folder, manifest)
         return Prepared(manifest=manifest, done=_done([], []), damaged=[])

@@ -57,7 +57,7 @@ class ShardOptions:
 
     def __post_init__(self) -> None:
         if self.shard_bytes < 1:
-            raise OptionError(f"shard_bytes: expected at least 1, got {self.shard_bytes}")
+            raise OptionError(f"shard_bytes (--shard-size): expected at least 1, got {self.shard_bytes}")
         if not self.shard_seconds > 0:
             raise OptionError(f"shard_seconds: expected more than 0, got {self.shard_seconds}")
 

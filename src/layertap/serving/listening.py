@@ -1,6 +1,7 @@
 """Listening and running an ASGI app in the foreground. Knows no engine."""
 
 import contextlib
+import errno
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -30,8 +31,13 @@ def bind(host: str, port: int) -> socket.socket:
         claimed.bind(address)
     except (OSError, OverflowError) as exc:
         claimed.close()
-        raise OptionError(f"host {host!r}, port {port}: {getattr(exc, 'strerror', None) or exc}") from exc
+        hint = "; another program listens there, give another port (0 takes a free one)" if _is_taken(exc) else ""
+        raise OptionError(f"host {host!r}, port {port}: {getattr(exc, 'strerror', None) or exc}{hint}") from exc
     return claimed
+
+
+def _is_taken(exc: Exception) -> bool:
+    return isinstance(exc, OSError) and exc.errno == errno.EADDRINUSE
 
 
 def is_loopback(host: str) -> bool:

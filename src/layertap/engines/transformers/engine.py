@@ -76,6 +76,9 @@ class TransformersEngine:
             model, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
         )
         self._tokenizer_source = tokenizer
+        for name, value in (("max_model_len", max_model_len), ("max_num_batched_tokens", max_num_batched_tokens)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise OptionError(f"{name}: expected a whole number of at least 1, got {value!r}")
         if load_format not in ("auto", "dummy"):
             raise OptionError(f"load_format: expected 'auto' or 'dummy', got {load_format!r}")
         if load_format == "dummy":

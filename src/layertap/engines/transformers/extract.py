@@ -33,7 +33,7 @@ from layertap.engines.transformers.spot_check import SpotCheck
 from layertap.engines.transformers.tap import Arena, Arenas
 from layertap.engines.transformers.trees import Tree, overlap
 from layertap.engines.transformers.weights import Weights
-from layertap.errors import LayertapError, PromptError, UnsupportedModelError
+from layertap.errors import PromptError, UnsupportedModelError
 from layertap.writing.checks import FinalCheck
 
 __all__ = ["Extractor"]
@@ -176,6 +176,9 @@ class Extractor:
 
         With `share_prefixes`, what jobs that follow one another have in common at their beginning is run once, where the model
         allows it.
+
+        Raises:
+            ModelError: the weights can't be loaded, or the model's rows can't be taken.
         """
         packer: Packer[ExtractJob] = Packer("alone", self.budget_tokens, overlap=_overlap)
         flights: deque[_Flight] = deque()
@@ -201,10 +204,10 @@ class Extractor:
         spec = job.capture.spec
         try:
             self._check(job)
-            routes = self.prepare(max(spec.layers))
-        except LayertapError as exc:
+        except PromptError as exc:
             job.capture.fail(exc)
             return False
+        routes = self.prepare(max(spec.layers))  # a model that can't be loaded or run is the matter of no single prompt
         limit = self._arena_bytes // spec.row_bytes
         packer.way = "shared" if share_prefixes and routes.shared else routes.way
         packer.max_together = routes.max_together

@@ -108,7 +108,8 @@ def open_model(
     try:
         config = AutoConfig.from_pretrained(path, **options)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError) as exc:
-        raise ModelError(f"can't read the configuration of {where}: {exc}") from exc
+        hub = "" if Path(path).exists() else " (there is no such folder here, so it was taken for a hub id)"
+        raise ModelError(f"can't read the configuration of {where}{hub}: {exc}") from exc
     chosen_device = _device(device)
     model_class = _model_class(config, path, revision, trust_remote_code)
     revision = getattr(config, "_commit_hash", None) or revision
