@@ -52,6 +52,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model(folder):
     checkpoint = zoo.save("llama", folder)
+    (folder / "afile").touch()
     weights = load_file(checkpoint / "model.safetensors")
     weights["model.embed_tokens.weight"][LOUD] *= 1e6
     save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
@@ -130,6 +131,17 @@ CALLS = {
         "tensor_parallel_size|engine='vllm'",
     ),
     "engine option": (lambda m, f: LLM(f / "llama", dtyp="float32"), OptionError, "dtyp|'dtype'"),
+    "a file for a storage": (
+        lambda m, f: LLM(f / "llama", storage=f / "afile"),
+        OptionError,
+        "storage: |afile is a file",
+    ),
+    "a file for rows": (
+        lambda m, f: m.extract([PROMPT], storage=f / "afile"),
+        OptionError,
+        "storage: |afile is a file",
+    ),
+    "text for messages": (lambda m, f: m.chat("hello"), PromptError, "messages: |generate() takes text"),
     "half a layer": (lambda m, f: m.extract([PROMPT], layers="1.5"), LayerError, "'1.5' is neither an id nor a preset"),
     "no length": (lambda m, f: LLM(f / "llama", max_model_len=0), OptionError, "max_model_len|at least 1, got 0"),
     "engine": (lambda m, f: LLM(f / "llama", engine="hf"), OptionError, "engine|'transformers' or 'vllm'"),
@@ -282,6 +294,7 @@ def test_a_port_that_is_taken_is_said_before_a_model_is_loaded(command):
 
 SERVED = {
     "unknown field": ("POST", "completions", {"temprature": 1}, 400, "temprature|temperature"),
+    "no body": ("POST", "completions", None, 400, "the body is missing|application/json"),
     "response_format": ("POST", "completions", {"response_format": {"type": "json_object"}}, 400, "response_format"),
     "suffix": ("POST", "completions", {"suffix": "x"}, 400, "suffix"),
     "best_of": ("POST", "completions", {"best_of": 3}, 400, "best_of"),

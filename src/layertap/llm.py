@@ -12,7 +12,8 @@ from typing import Any
 from layertap.capture.layers import LayersLike
 from layertap.capture.request import Positions, RequestOptions
 from layertap.engines.base import ModelInfo
-from layertap.errors import OptionError
+from layertap.errors import OptionError, PromptError
+from layertap.files.paths import check_folder
 from layertap.frontend import Frontend, Request
 from layertap.outputs import Extracted, RequestOutput
 from layertap.params import EXTRACTION, KVTransferConfig, SamplingParams
@@ -144,6 +145,8 @@ class LLM:
         Raises:
             As `generate`.
         """
+        if isinstance(messages, str):
+            raise PromptError("messages: expected dicts with 'role' and 'content', got text; generate() takes text")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         prompts = [
             self._front.prompts.chat(
@@ -196,6 +199,8 @@ class LLM:
             raise OptionError("positions: 'output' has no meaning in extract, which generates nothing")
         items: Iterable[Any] = prompts if isinstance(prompts, Iterator) else as_prompt_list(prompts)
         folder = None if storage is None else Path(os.path.abspath(storage))
+        if folder is not None:
+            check_folder(folder, "storage")
         more: dict[str, Any] = {"share_prefixes": share_prefixes}
         more |= {} if lora_request is None else {"lora_request": self._lora(lora_request)}
         results: Generator[Extracted, None, None] = self._front.extract(items, options=options, storage=folder, **more)

@@ -5,12 +5,14 @@ import inspect
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from layertap.capture.layers import DEFAULT_LAYERS, LayersLike
 from layertap.capture.options import StoreOptions
 from layertap.engines.base import ModelInfo
 from layertap.errors import OptionError
+from layertap.files.paths import check_folder
 from layertap.frontend import Frontend
 from layertap.params import KVTransferConfig, SamplingParams, layers_of_speculative_config
 
@@ -54,6 +56,8 @@ class StoreConfig:
                     "storage: give the folder once, here or as kv_connector_extra_config.shared_storage_path"
                 )
             options = StoreOptions(shared_storage_path=os.fspath(storage))
+        if stores:
+            check_folder(Path(os.path.abspath(options.shared_storage_path)), "storage")
         named = [("layers", layers), ("kv_connector_extra_config.layers", options.layers)]
         if speculative_config is not None:
             named.append(("speculative_config", layers_of_speculative_config(speculative_config)))

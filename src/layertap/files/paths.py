@@ -34,6 +34,23 @@ def safe_name(request_id: str) -> str:
     return name
 
 
+def check_folder(folder: Path, option: str) -> None:
+    """Refuse a storage that can't hold files, before anything is computed for it. It needn't be there yet.
+
+    Args:
+        folder: the storage.
+        option: its name in the message.
+
+    Raises:
+        OptionError: a file is in its place, or this user may not write there.
+    """
+    nearest = next((place for place in (folder, *folder.parents) if place.exists()), folder)
+    if not nearest.is_dir():
+        raise OptionError(f"{option}: {nearest} is a file, expected a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise OptionError(f"{option}: this user may not write to {nearest}; give another folder")
+
+
 def target_path(options: StoreOptions, request_id: str, custom: str | None) -> Path:
     """Where a request's file goes.
 

@@ -135,6 +135,8 @@ def from_validation(errors: Sequence[Mapping[str, Any]], known: Mapping[str, Seq
         message = "expected text, token ids, or a list of them"
     elif first.get("type") == "model_attributes_type" and not place:
         message = "the body isn't a JSON object; it needs the header 'Content-Type: application/json', too"
+    elif first.get("type") == "missing" and not place:
+        message = "the body is missing; it has to be a JSON object, with the header 'Content-Type: application/json'"
     elif first.get("type") == "json_invalid":
         message = f"the body isn't JSON: {first.get('ctx', {}).get('error', message)}"
         param = None
