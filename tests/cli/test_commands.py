@@ -108,7 +108,7 @@ def test_failed_prompts_are_listed_and_the_exit_code_says_so(run, model, prompts
         (("in.jsonl", "--layers", "eagle4", "--out", "states"), 2, "did you mean 'eagle3'"),
         (("in.jsonl", "--layers", "0", "--out", "states", "--limit", "0"), 2, "limit: expected at least 1"),
         (("in.jsonl", "--layers", "0", "--out", "states", "--shard-size", "big"), 2, "expected a size such as 2GiB"),
-        (("in.jsonl", "--layers", "0", "--out", "in.jsonl"), 1, "in.jsonl"),
+        (("in.jsonl", "--layers", "0", "--out", "in.jsonl"), 2, "in.jsonl: the folder can't be made"),
         (("in.jsonl", "--layers", "0", "--out", "states", "--layout", "heap"), 2, "heap"),
         (("in.jsonl", "--layers", "0"), 2, "--out"),
     ],
