@@ -3,7 +3,7 @@
 import pytest
 
 from layertap import LLM
-from layertap.errors import ExtractionError
+from layertap.errors import ModelError
 from layertap.testing import zoo
 from layertap.testing.oracle import hidden_states
 
@@ -37,5 +37,5 @@ def test_a_missing_deep_shard_hurts_only_those_who_need_it(model, tmp_path):
     llm = LLM(tmp_path)
     (sample,) = llm.extract([[5, 6, 7]], layers=[3])
     assert sample.hidden_states.shape[0] == 3
-    with pytest.raises(ExtractionError, match=gone):
+    with pytest.raises(ModelError, match=gone):
         list(llm.extract([[5, 6, 7]], layers="last"))
