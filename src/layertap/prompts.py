@@ -1,6 +1,7 @@
 """Prompts: text, token ids or chat messages to checked token ids."""
 
 import contextlib
+import json
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,10 +100,12 @@ class PromptReader:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise PromptError(f"messages[{number}]: expected a dict with 'role' and 'content', got {message!r}")
 
+        read = [_as_templates_read(message) for message in messages]
+
         def rendered(tools: list[Mapping[str, Any]] | None) -> str:
             return str(
                 self._tokenizer.apply_chat_template(
-                    [_with_text_content(message) for message in messages],
+                    read,
                     tools=tools,
                     chat_template=chat_template,
                     add_generation_prompt=add_generation_prompt,
@@ -180,9 +183,13 @@ def _whole(token: Any, place: int) -> int:
     raise PromptError(f"prompt_token_ids[{place}]: expected a token id, got {token!r}")
 
 
-def _with_text_content(message: Mapping[str, Any]) -> dict[str, Any]:
-    """OpenAI's list of content parts as one text, which is what text templates read."""
+def _as_templates_read(message: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI's form of a message as text templates read it, and as vLLM gives it to them: a text, and a dict of arguments."""
     content = message.get("content")
+    if content is None:
+        message = {**message, "content": ""}
+    if isinstance(calls := message.get("tool_calls"), list):
+        message = {**message, "tool_calls": [_with_parsed_arguments(call) for call in calls]}
     if not isinstance(content, list):
         return dict(message)
     parts: list[str] = []
@@ -192,3 +199,17 @@ def _with_text_content(message: Mapping[str, Any]) -> dict[str, Any]:
             raise PromptError(f"messages: content parts of type {kind!r} can't be read by a text model")
         parts.append(part["text"])
     return {**message, "content": "\n".join(parts)}
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    text = function["arguments"]
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError) as exc:
+        raise PromptError(f"messages: the arguments of a tool call aren't JSON: {exc}; got {text!r}") from exc
+    if not isinstance(arguments, dict):
+        raise PromptError(f"messages: the arguments of a tool call aren't a JSON object: got {text!r}")
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -5,7 +5,7 @@ import copy
 import openai
 import pytest
 
-from layertap import load_hidden_states
+from layertap import PromptError, load_hidden_states
 from layertap.prompts import PromptReader
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hello."}]
@@ -115,3 +115,31 @@ def test_tools_are_shown_to_the_model_by_its_template(llm):
     tools = [{"type": "function", "function": {"name": "weather"}}]
     prompt = PromptReader(llm.info, tokenizer).chat([{"role": "user", "content": "hi"}], tools=tools)
     assert prompt.text == "[weather]hi"
+
+
+def test_messages_of_the_official_client_are_shown_to_templates_as_vllm_shows_them(llm):
+    tokenizer = copy.deepcopy(llm.get_tokenizer())
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}{% endfor %}"
+    )
+    reader = PromptReader(llm.info, tokenizer)
+
+    def calls(arguments):
+        function = {"name": "weather", "arguments": arguments}
+        call = {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "type": "function", "function": function}],
+        }
+        return [{"role": "user", "content": "hi"}, call, {"role": "tool", "tool_call_id": "1", "content": "rain"}]
+
+    for arguments in ('{"place": "Paris"}', {"place": "Paris"}):
+        text = reader.chat(calls(arguments), add_generation_prompt=False).text
+        assert text == '<user>hi<assistant>weather({"place": "Paris"})<tool>rain'
+    assert "weather({})" in reader.chat(calls("")).text
+    for wrong, words in (("{place", "aren't JSON"), ("[1]", "aren't a JSON object")):
+        with pytest.raises(PromptError, match=f"^messages: the arguments of a tool call {words}"):
+            reader.chat(calls(wrong))
+    with pytest.raises(PromptError, match="^messages: content parts of type 'image_url'"):
+        reader.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}])

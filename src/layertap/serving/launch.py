@@ -82,7 +82,7 @@ def store_config(options: ServeOptions) -> dict[str, Any]:
     if "ttl_seconds" not in extra:
         extra["ttl_seconds"] = DEFAULT_TTL_SECONDS
         logger.info("ttl_seconds was not given: files are removed %g s after they were written", DEFAULT_TTL_SECONDS)
-    if config.kv_connector in CONNECTORS and config.kv_role is None:
+    if options.kv_transfer_config and config.kv_connector in CONNECTORS and config.kv_role is None:
         logger.info("kv_role was not given: taking 'kv_producer'")
     return {"kv_connector": config.kv_connector, "kv_role": config.kv_role, "kv_connector_extra_config": extra}
 
