@@ -117,8 +117,6 @@ class PromptReader:
 
         try:
             text = rendered(list(tools) if tools else None)
-        except PromptError:
-            raise
         except Exception as exc:  # jinja templates raise what they like
             raise PromptError(f"messages: the chat template refuses them: {exc}") from exc
         unseen = False

@@ -17,5 +17,4 @@ def wait_until(condition, trouble, seconds=300):
 
 def wait_until_at_rest(server):
     """Until nothing runs and nothing is written: files are published, or their reasons are, a moment after the answer."""
-    front, book = server.state.front, server.state.book
-    wait_until(lambda: front.num_running == 0 and book.num_writing == 0, "the server doesn't come to rest")
+    wait_until(server.state.is_at_rest, "the server doesn't come to rest")

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def gated_files_app(folder: Path, *, api_keys: Sequence[str] = (), allow_delete:
 
 def serve_folder(folder: Path, *, host: str, port: int, api_keys: Sequence[str], allow_delete: bool) -> None:
     """Serve until SIGTERM or SIGINT."""
-    from layertap.serving.listening import bind, is_loopback, run, signals_end_the_server, url_of
+    from layertap.serving.listening import Server, bind, is_loopback, run, signals_end_the_server, url_of
 
     if not is_loopback(host) and not api_keys:
         logger.warning("listening on %s without --api-key: everybody who reaches it may read the files", host)
@@ -64,6 +65,6 @@ def serve_folder(folder: Path, *, host: str, port: int, api_keys: Sequence[str],
     address = url_of(host, claimed)
     try:
         with signals_end_the_server():
-            run(app, claimed, on_ready=lambda: logger.info("serving the files of %s at %s", folder, address))
+            run(Server(app, partial(logger.info, "serving the files of %s at %s", folder, address)), claimed)
     finally:
         claimed.close()

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from layertap.capture.layers import LayersLike
@@ -109,7 +110,7 @@ def serve(options: ServeOptions) -> None:
     """
     from layertap.llm import AsyncLLM
     from layertap.serving.app import build_app
-    from layertap.serving.listening import bind, is_loopback, run, signals_end_the_server, url_of
+    from layertap.serving.listening import Server, bind, is_loopback, run, signals_end_the_server, url_of
 
     config = store_config(options)
     StoreOptions.parse(config["kv_connector_extra_config"])
@@ -132,6 +133,7 @@ def serve(options: ServeOptions) -> None:
         with contextlib.closing(llm):
             app, state = build_app(llm.front, options.settings)
             with signals_end_the_server():
-                run(app, claimed, on_ready=lambda: logger.info("serving %s at %s", state.names[0], address))
+                on_ready = partial(logger.info, "serving %s at %s", state.names[0], address)
+                run(Server(app, on_ready, state.is_at_rest), claimed)
                 llm.close()
     logger.info("stopped; everything that was running was finished")

@@ -1,5 +1,6 @@
 """Listening and running an ASGI app in the foreground. Knows no engine."""
 
+import asyncio
 import contextlib
 import errno
 import signal
@@ -50,13 +51,12 @@ def url_of(host: str, claimed: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{claimed.getsockname()[1]}"
 
 
-def run(app: Any, claimed: socket.socket, on_ready: Callable[[], None] | None = None) -> None:
+def run(server: "Server", claimed: socket.socket) -> None:
     """Serve until SIGTERM or SIGINT, finish what is running, and return. A second SIGINT drops it.
 
     Raises:
         LayertapError: it didn't come to that.
     """
-    server = Server(app, on_ready)
     with contextlib.suppress(SystemExit):  # uvicorn's way to say so
         server.run(sockets=[claimed])
     if not server.started:
@@ -78,9 +78,22 @@ def signals_end_the_server() -> Iterator[None]:
 
 
 class Server(uvicorn.Server):
-    """Tells when it listens."""
+    """Tells when it listens. At its end it finishes what is running, but waits for no client that takes nothing any more.
 
-    def __init__(self, app: Any, on_ready: Callable[[], None] | None = None) -> None:
+    Args:
+        app: what is served.
+        on_ready: called once it listens.
+        at_rest: whether nothing is generated or written any more, so that a connection on which nothing moves has no reason.
+        patience_seconds: for such a connection.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        on_ready: Callable[[], None] | None = None,
+        at_rest: Callable[[], bool] = lambda: True,
+        patience_seconds: float = 30.0,
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -94,8 +107,31 @@ class Server(uvicorn.Server):
             )
         )
         self._on_ready = on_ready
+        self._at_rest = at_rest
+        self._patience_seconds = patience_seconds
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started and self._on_ready is not None:
             self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        leaving = asyncio.create_task(self._leave_stalled())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            leaving.cancel()
+
+    async def _leave_stalled(self) -> None:
+        clock = asyncio.get_running_loop().time
+        moved: dict[Any, tuple[int, float]] = {}
+        while True:
+            for connection in list(self.server_state.connections):
+                transport: Any = connection.transport
+                unsent = transport.get_write_buffer_size()
+                before, since = moved.get(connection, (-1, 0.0))
+                if unsent != before or not self._at_rest():
+                    moved[connection] = (unsent, clock())
+                elif clock() - since > self._patience_seconds:
+                    transport.abort()
+            await asyncio.sleep(self._patience_seconds / 60)

@@ -40,7 +40,7 @@ def run_background(
     claimed = bind(host, port)
     app, state = build_app(front, settings)
     ready = threading.Event()
-    server = Server(app, ready.set)
+    server = Server(app, ready.set, state.is_at_rest)
 
     def work() -> None:
         try:

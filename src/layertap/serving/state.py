@@ -75,6 +75,10 @@ class ServerState:
         self.admission.close()
         self.reaper.stop()
 
+    def is_at_rest(self) -> bool:
+        """Nothing is generated or written."""
+        return self.front.num_running == 0 and self.book.num_writing == 0
+
     def model_name(self, asked: str | None) -> str:
         """The name that answers say.
 
