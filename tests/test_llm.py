@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from layertap import LLM, AsyncLLM, LayerError, PromptError, load_hidden_states
+from layertap import LLM, AsyncLLM, LayerError, PromptError, SamplingParams, load_hidden_states
 from layertap.testing import zoo
 
 PROMPT = [9, 10, 11, 12]
@@ -94,6 +94,25 @@ def test_ctrl_c_while_the_writer_makes_extract_wait_does_not_block_the_next_call
             list(llm.extract([PROMPT, PROMPT]))
         budget.acquire = real
     assert len(list(llm.extract([PROMPT, PROMPT]))) == 2
+
+
+def test_an_output_that_was_yielded_does_not_grow(checkpoint):
+    llm = AsyncLLM(checkpoint)
+
+    async def main():
+        outputs = [
+            output async for output in llm.generate(PROMPT, SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1))
+        ]
+        first, last = outputs[0].outputs[0], outputs[-1].outputs[0]
+        assert len(last.token_ids) == len(last.logprobs) == 6
+        for output in outputs:
+            (choice,) = output.outputs
+            assert len(choice.token_ids) == len(choice.logprobs)
+            assert list(last.token_ids[: len(choice.token_ids)]) == list(choice.token_ids)
+        assert first is last or len(first.token_ids) < 6
+
+    asyncio.run(main())
+    llm.close()
 
 
 def test_a_consumer_cancelled_during_admission_leaves_nothing_running(checkpoint, tmp_path):

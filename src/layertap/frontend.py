@@ -346,7 +346,8 @@ class Request:
         on_end: Callable[["Request"], None],
     ) -> None:
         self.output = RequestOutput(request_id=request_id, prompt=prompt.text, prompt_token_ids=prompt.token_ids)
-        self.output.outputs = [CompletionOutput(index=choice, token_ids=[]) for choice in range(params.n)]
+        self._token_ids: list[list[int]] = [[] for _ in range(params.n)]
+        self.output.outputs = [CompletionOutput(index=i, token_ids=ids) for i, ids in enumerate(self._token_ids)]
         self.job_ids = [f"{request_id}#{choice}" for choice in range(params.n)]
         self.prompt = prompt
         self.params = params
@@ -380,7 +381,7 @@ class Request:
         """Add what one step gave to one choice."""
         with self.lock:
             output = self.output.outputs[choice]
-            output.token_ids = [*output.token_ids, *delta.token_ids] if delta.token_ids else output.token_ids
+            self._token_ids[choice] += delta.token_ids
             output.text += delta.text
             if delta.logprobs is not None:
                 self._take_logprobs(output, delta.logprobs)

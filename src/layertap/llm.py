@@ -5,7 +5,6 @@ import os
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -334,8 +333,7 @@ class AsyncLLM:
                 await updated.wait()
                 updated.clear()
                 with request.lock:
-                    output = copy(request.output)
-                    output.outputs = [copy(choice) for choice in output.outputs]
+                    output = request.output.snapshot()
                 if output.finished:
                     request.result()
                 yield output

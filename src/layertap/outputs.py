@@ -1,7 +1,7 @@
 """What comes back, in the shape of vLLM's outputs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +82,18 @@ class RequestOutput:
     lora_request: None = None
     num_cached_tokens: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
+
+    def snapshot(self) -> "RequestOutput":
+        """As it is now; while it runs, the original grows."""
+        choices = [
+            replace(
+                choice,
+                token_ids=list(choice.token_ids),
+                logprobs=None if choice.logprobs is None else list(choice.logprobs),
+            )
+            for choice in self.outputs
+        ]
+        return replace(self, outputs=choices)
 
 
 class Extracted:

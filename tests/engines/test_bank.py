@@ -38,7 +38,8 @@ def test_rows_come_out_once_in_order_and_unchanged(history, rows):
         for request in jumping:
             positions[request] = max(0, positions[request] - 2)
         cells = np.random.default_rng(step).integers(0, 256, (7 + len(names) * LAYERS, CELL_BYTES)).astype(np.uint8)
-        first_cells = np.array([7 + i * LAYERS for i in range(len(names))])
+        places = np.random.default_rng(step).permutation(len(names)) if step % 2 else np.arange(len(names))
+        first_cells = 7 + places * LAYERS
         at = np.array([positions[request] for request in names])
         ids = at * 100 + step
         for i, request in enumerate(names):

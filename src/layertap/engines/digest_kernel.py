@@ -5,6 +5,7 @@
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -75,8 +76,10 @@ def accumulate(
         out: eight accumulators, and whether a value's exponent is all ones.
     """
     num_rows, row_words = words.shape
-    if num_rows:
-        grid = (triton.cdiv(num_rows, _ROWS_A_PROGRAM),)
+    if not num_rows:
+        return
+    grid = (triton.cdiv(num_rows, _ROWS_A_PROGRAM),)
+    with torch.cuda.device(out.device):  # a kernel goes to the current one
         _accumulate[grid](
             words,
             seeds,

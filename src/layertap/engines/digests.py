@@ -9,6 +9,7 @@ stripes of 64 bytes go into eight accumulators, sixteen stripes to a block. The 
 accumulators of each row is cheap and done with NumPy.
 """
 
+import logging
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ from layertap.capture.request import EXPONENT_BITS, FP8, SAVE_DTYPES
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 _LANES = 8
 _WORD_BYTES = 8
@@ -37,9 +40,30 @@ _WORDS = np.frombuffer(_SECRET, "<u8")
 
 
 def can_digest(rows: "torch.Tensor") -> bool:
-    """Whether rows [n, ...] on this device can be digested here; otherwise the writer does it."""
-    row_bytes = rows[0].numel() * rows.element_size() if rows.shape[0] else 0
-    return rows.is_cuda and row_bytes > 240 and row_bytes % _WORD_BYTES == 0
+    """Whether rows [n, layers, width] on this device can be digested here; otherwise the writer does it."""
+    slot_bytes = rows.shape[-1] * rows.element_size()
+    row_bytes = rows.shape[1] * slot_bytes if rows.shape[0] else 0
+    # whole words in each slot: the kernel leaves out the last one of a slot of fp8
+    return rows.is_cuda and row_bytes > 240 and slot_bytes % _WORD_BYTES == 0 and kernels_run(rows.device)
+
+
+@lru_cache(maxsize=16)
+def kernels_run(device: "torch.device") -> bool:
+    """Whether Triton's kernels can be built for this device: it takes a C compiler, which slim containers don't have."""
+    import torch
+
+    try:
+        start_digests(
+            torch.zeros(1, 1, 64, dtype=torch.float32, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+        )
+    except Exception as exc:  # noqa: BLE001 - whatever it is, there are other ways
+        logger.warning(
+            "Triton's kernels can't be built (%s: %s): rows are hashed on the host, which is slower; is a C compiler installed?",
+            type(exc).__name__,
+            exc,
+        )
+        return False
+    return True
 
 
 def start_digests(rows: "torch.Tensor", token_ids: "torch.Tensor") -> "torch.Tensor":

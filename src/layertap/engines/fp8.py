@@ -5,7 +5,8 @@ rounded to float8_e4m3fn, ties to even; both divisions are float32's. 448 is the
 activation is saved exactly and sets the resolution of its row. Rows of zeros have scale 0 and values 0; rows with a NaN or
 infinity have scale NaN and values NaN, which the checks of rows refuse.
 
-On CUDA one Triton kernel does it (`fp8_kernel`); elsewhere torch's own operators, which the kernel equals bit for bit.
+On CUDA one Triton kernel does it (`fp8_kernel`); elsewhere, and where Triton can't build it, torch's own operators, which the
+kernel equals bit for bit.
 """
 
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from layertap.capture.request import FP8, FP8_TAIL_BYTES, slot_bytes
+from layertap.engines.digests import kernels_run
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +46,7 @@ def put(place: "Tensor", stream: "Tensor", index: "Tensor | None" = None) -> Non
     """
     if not is_quantized(place):
         place.copy_(stream if index is None else stream[index])
-    elif place.is_cuda:
+    elif place.is_cuda and kernels_run(place.device):
         from layertap.engines.fp8_kernel import quantize_rows
 
         quantize_rows(stream, index, place)

@@ -52,8 +52,10 @@ def quantize_rows(stream: Any, index: Any, place: Any) -> None:
     is_bfloat16 = stream.dtype == torch.bfloat16
     if is_bfloat16:
         stream = stream.view(torch.int16)
-    if num_rows:
-        block = triton.next_power_of_2(hidden)
+    if not num_rows:
+        return
+    block = triton.next_power_of_2(hidden)
+    with torch.cuda.device(place.device):  # a kernel goes to the current one
         _quantize[(num_rows,)](
             stream,
             stream if index is None else index,

@@ -1,6 +1,6 @@
 """Extraction: right rows whatever runs beside them, failures that stay their own, and a consumer that decides how far it goes."""
 
-import sys
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,7 +12,7 @@ from extraction_cases import capture_of, engine, extract, random_prompts, record
 from layertap.capture.request import Window
 from layertap.engines.base import ExtractJob
 from layertap.engines.fp8 import quantize
-from layertap.engines.transformers.extract import _QuickSwitches
+from layertap.engines.transformers.engine import TransformersEngine
 from layertap.errors import HiddenStatesError, LayertapError, PromptError
 from layertap.testing import oracle, zoo
 
@@ -232,13 +232,56 @@ def test_a_long_prompt_leaves_no_trace_in_the_rotary_table_of_the_next(name, tmp
     assert torch.equal(before[1], after[2])
 
 
-def test_extractions_that_overlap_put_the_interpreters_switch_interval_back():
-    before = sys.getswitchinterval()
-    quick = _QuickSwitches()
-    quick.enter()
-    quick.enter()
-    assert sys.getswitchinterval() < before
-    quick.leave()
-    assert sys.getswitchinterval() < before  # the other one still runs
-    quick.leave()
-    assert sys.getswitchinterval() == before
+def test_new_weights_are_those_of_the_next_extraction(tmp_path):
+    made = engine("llama", tmp_path / "old")
+    (prompt,) = random_prompts([12])
+    extract(made, [prompt], [1])  # loads a part of the model, the exchange all of it
+    newer = zoo.build("llama")
+    with torch.no_grad():
+        for parameter in newer.parameters():
+            parameter.mul_(1.5)
+    newer.save_pretrained(tmp_path / "new")
+    made.reload(tmp_path / "new")
+    (rows,) = extract(made, [prompt], [1])
+    close_to(rows, oracle.hidden_states(newer, prompt, [1]))
+
+
+def test_a_deeper_call_that_fails_leaves_the_others_alone(tmp_path):
+    zoo.build("llama").save_pretrained(tmp_path, max_shard_size="40KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    made = TransformersEngine(tmp_path)
+    prompts = random_prompts([5, 6, 7])
+    with closing(recorder_of(made)) as recorder:
+        layers = [1, 1, 4]  # the others wait for company when the deep one comes
+        captures = [
+            capture_of(recorder, 64, prompt, [layer], "float32", Window(), f"{i}")
+            for i, (prompt, layer) in enumerate(zip(prompts, layers, strict=True))
+        ]
+
+        def jobs() -> Iterator[ExtractJob]:
+            for i, prompt in enumerate(prompts):
+                if i == 2:
+                    (tmp_path / index["model.layers.3.mlp.down_proj.weight"]).unlink()
+                yield ExtractJob(index=i, token_ids=prompt, capture=captures[i])
+
+        assert sorted(made.extract(jobs())) == [0, 1, 2]
+        assert "missing" in str(captures[2].result.exception(60))
+        for i in (0, 1):
+            rows = torch.from_numpy(captures[i].result.result(60).rows.copy()).view(torch.float32)
+            close_to(rows, oracle.hidden_states(zoo.build("llama"), prompts[i], [1]))
+
+
+def test_blocks_that_cannot_be_compiled_run_as_they_are(llama):
+    llama.routes()
+    extractor = llama._extractor
+
+    def broken(*_):
+        raise RuntimeError("no C compiler")
+
+    extractor._passes.compile_packed(backend=broken)
+    extractor._compiled = True
+    prompts = random_prompts([9, 12])
+    for prompt, rows in zip(prompts, extract(llama, prompts, [2]), strict=True):
+        close_to(rows, oracle.hidden_states(zoo.build("llama"), prompt, [2]))
+    assert not extractor._compiled
+    assert not extractor._may_compile

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from generating import TIMEOUT, Client, greedy, info_for, prompt_of, row_error
 from torch import nn
+from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
 
 from layertap.capture.request import Window
 from layertap.engines.base import Delta
@@ -338,6 +340,8 @@ def test_a_forward_that_raises_is_told_to_those_in_it_and_generation_goes_on():
     generator = Generator(model, None, info)
     client = Client(generator, info)
     try:
+        client.ask([9, 10]).wait()
+        cache = weakref.ref(generator._stepper._runner)
         poisoned = client.ask([9, 7, 10])
         assert isinstance(poisoned.last.error, EngineError)
         assert "caught fire" in str(poisoned.last.error)
@@ -347,6 +351,7 @@ def test_a_forward_that_raises_is_told_to_those_in_it_and_generation_goes_on():
         healthy = client.ask(prompt_of(12))
         assert healthy.token_ids == greedy(model, healthy.prompt, 8)
         assert row_error(healthy, model) < TOLERANCE
+        assert cache() is None, "the cache of the forward that failed is still there"
     finally:
         generator.close()
         client.close()
@@ -506,3 +511,17 @@ def extract_capture(client: Client, index: int) -> tuple[Any, Any]:
     )
     capture = client.recorder.admit(spec, request_id=f"extract-{next(_numbers)}", path=None)
     return ExtractJob(index=index, token_ids=prompt, capture=capture), capture
+
+
+def test_a_cache_that_transformers_finds_too_large_is_made_smaller(model, monkeypatch):
+    """It counts a mask of all queries over all of the cache, made or not: small models on large devices have no room."""
+    monkeypatch.setattr(PagedAttentionMemoryHandler, "get_available_memory", lambda _: 6 * 2**20)
+    generator = Generator(model, None, info_for(model), options=GenerationOptions(kv_cache_bytes=2**30))
+    client = Client(generator, info_for(model))
+    try:
+        answer = client.ask(prompt_of(12))
+        assert answer.token_ids == greedy(model, answer.prompt, 8)
+        assert generator._stepper.capacity < 8 * 256
+    finally:
+        generator.close()
+        client.close()

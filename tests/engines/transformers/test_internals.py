@@ -75,3 +75,30 @@ def test_a_prompt_longer_than_a_step_is_scheduled_in_chunks_with_their_positions
     assert [samples for _, _, samples in chunks] == [False, False, True, True]
     found.remove("long")
     assert found.schedule() == []
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text"])
+def test_places_in_the_cache_are_those_that_transformers_lists(name):
+    model = private_view(zoo.build(name, attn_implementation="sdpa"))
+    made = PagedRunner(model, num_pages=40, page_size=4, max_batch_tokens=16, max_requests=4)
+    processor = made._processor
+    ios, allocators = processor.inputs_and_outputs, list(processor.cache.cache_allocators.values())
+    for key, length in (("a", 3), ("b", 37), ("c", 8)):
+        made.add(key, list(range(9, 9 + length)))
+    num_reads = 0
+    with torch.inference_mode():
+        for step in range(24):
+            scheduled = made.schedule()
+            for number, allocator in enumerate(allocators):
+                parts = [(part.key, part.start, part.count) for part in scheduled]
+                writes = [place for part in parts for place in allocator.get_write_indices(*part)]
+                assert ios.write_index_storage[number, : ios.true_write_sizes[number]].tolist() == writes
+                if ios.max_kv_read:
+                    reads = [place for part in parts for place in allocator.get_read_indices(*part)]
+                    assert ios.read_index_storage[number, : ios.true_read_sizes[number]].tolist() == reads
+                    num_reads += len(reads)
+            made.forward(lambda logits: logits.argmax(-1).tolist())
+            if step == 12:
+                made.remove("a")
+                made.add("d", [9, 10])
+    assert num_reads > 500

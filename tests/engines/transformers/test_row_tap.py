@@ -21,8 +21,27 @@ def spec(layers=(0, 2, 4), **changes):
     return CaptureSpec(**{**facts, "layers": layers, "window": Window(include_output=True), **changes})
 
 
+def chunk(key, owed, offset, count, start):
+    return Chunk(key, owed, owed.candidates, offset, count, start)
+
+
 def values(rows):
     return torch.from_numpy(rows.data.view(np.float32).copy())
+
+
+def test_chunks_that_stand_apart_or_in_another_order_get_their_own_rows(model):
+    tap = RowTap(model, find_blocks(model))
+    places = {"a": (7, 2), "b": (0, 1), "c": (3, 3)}
+    tap.expect([chunk(key, spec(), offset, count, offset) for key, (offset, count) in places.items()])
+    with torch.no_grad():
+        model(torch.tensor([IDS]))
+    found = tap.collect(1)
+    truth = oracle.hidden_states(model, IDS, [0, 2, 4])
+    assert len(found) == len(places)
+    for key, rows in found:
+        offset, count = places[key]
+        assert rows.input_ids.tolist() == IDS[offset : offset + count]
+        torch.testing.assert_close(values(rows), truth[offset : offset + count])
 
 
 @pytest.fixture(name="model")
@@ -32,9 +51,9 @@ def _model():
 
 def test_each_capture_gets_its_rows_in_its_order_with_the_ids_that_were_fed(model):
     tap = RowTap(model, find_blocks(model))
-    first = Chunk("a", spec(), 0, 5, 0)
-    second = Chunk("b", spec(layers=(4, 1)), 5, 7, 5)
-    third = Chunk("c", spec(), 7, 2, 7)
+    first = chunk("a", spec(), 0, 5, 0)
+    second = chunk("b", spec(layers=(4, 1)), 5, 7, 5)
+    third = chunk("c", spec(), 7, 2, 7)
     tap.expect([first, second, third])
     with torch.no_grad():
         model(torch.tensor([IDS]))
@@ -51,7 +70,7 @@ def test_each_capture_gets_its_rows_in_its_order_with_the_ids_that_were_fed(mode
 
 def test_positions_that_cannot_be_owed_are_not_copied(model):
     tap = RowTap(model, find_blocks(model))
-    tap.expect([Chunk("a", spec(window=Window()), 0, 12, 0), Chunk("b", spec(window=Window()), 0, 2, 6)])
+    tap.expect([chunk("a", spec(window=Window()), 0, 12, 0), chunk("b", spec(window=Window()), 0, 2, 6)])
     with torch.no_grad():
         model(torch.tensor([IDS]))
     ((key, rows),) = tap.collect(1)
@@ -60,7 +79,7 @@ def test_positions_that_cannot_be_owed_are_not_copied(model):
 
 def test_half_precision_rows_are_the_rounded_ones(model):
     tap = RowTap(model, find_blocks(model))
-    tap.expect([Chunk("a", spec(dtype="bfloat16"), 0, 12, 0)])
+    tap.expect([chunk("a", spec(dtype="bfloat16"), 0, 12, 0)])
     with torch.no_grad():
         model(torch.tensor([IDS]))
     ((_, rows),) = tap.collect(1)
@@ -70,7 +89,7 @@ def test_half_precision_rows_are_the_rounded_ones(model):
 
 def test_fp8_rows_are_the_quantized_ones(model):
     tap = RowTap(model, find_blocks(model))
-    tap.expect([Chunk("a", spec(dtype="fp8_e4m3"), 2, 9, 2)])
+    tap.expect([chunk("a", spec(dtype="fp8_e4m3"), 2, 9, 2)])
     with torch.no_grad():
         model(torch.tensor([IDS]))
     ((_, rows),) = tap.collect(1)
@@ -82,17 +101,17 @@ def test_fp8_rows_are_the_quantized_ones(model):
 
 def test_a_hook_that_fails_lets_the_forward_end_and_says_why(model):
     tap = RowTap(model, find_blocks(model))
-    tap.expect([Chunk("a", spec(layers=(9,)), 0, 12, 0)])
+    tap.expect([chunk("a", spec(layers=(9,)), 0, 12, 0)])
     with torch.no_grad():
         expected = model(torch.tensor([IDS])).logits
     with pytest.raises(EngineError, match="ended after layer 4"):
         tap.collect(1)
-    tap.expect([Chunk("a", spec(), 50, 3, 0)])
+    tap.expect([chunk("a", spec(), 50, 3, 0)])
     with torch.no_grad():
         assert torch.equal(model(torch.tensor([IDS])).logits, expected)
     with pytest.raises(EngineError, match="couldn't be taken"):
         tap.collect(2)
-    tap.expect([Chunk("a", spec(), 0, 3, 0)])
+    tap.expect([chunk("a", spec(), 0, 3, 0)])
     with torch.no_grad():
         model(torch.tensor([IDS]))
     assert len(tap.collect(3)) == 1
@@ -100,6 +119,6 @@ def test_a_hook_that_fails_lets_the_forward_end_and_says_why(model):
 
 def test_a_forward_that_never_ran_is_an_error_not_old_rows(model):
     tap = RowTap(model, find_blocks(model))
-    tap.expect([Chunk("a", spec(), 0, 3, 0)])
+    tap.expect([chunk("a", spec(), 0, 3, 0)])
     with pytest.raises(EngineError, match="without passing its blocks"):
         tap.collect(1)

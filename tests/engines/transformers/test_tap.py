@@ -1,6 +1,7 @@
 """The tap and its arenas: the right rows in the right place, and buffers that are reused only when nobody reads them."""
 
 import threading
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -163,3 +164,16 @@ def test_an_arena_too_large_for_the_memory_does_not_block_later_ones():
         with pytest.raises(RuntimeError):
             arenas.acquire(1 << 50, 1, 8, torch.float32)
     arenas.acquire(1, 1, 8, torch.float32).give_back()
+
+
+def test_users_that_each_keep_an_arena_do_not_wait_for_one_another():
+    arenas = Arenas(CPU, count=2)
+    with ExitStack() as users:
+        kept = []
+        for _ in range(4):
+            users.enter_context(arenas.one_more_user())
+            kept.append(arenas.acquire(1, 1, 4, torch.float32))
+        arenas.acquire(1, 1, 4, torch.float32).give_back()  # would wait for ever if there were but two
+        for arena in kept:
+            arena.give_back()
+    assert arenas._made == len(arenas._free) == 2

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from layertap.capture.spans import Spans
+from layertap.engines.transformers.copies import to_device
 from layertap.engines.transformers.varlen import varlen, varlen_fits
 
 if TYPE_CHECKING:
@@ -77,11 +78,11 @@ class Pack:
     def of(cls, lengths: Sequence[int], device: torch.device, rows: Sequence[Spans] | None = None) -> Pack:
         """Describe sequences of these lengths, end to end; `rows` are those of the pack that each one sees, where they share."""
         bounds = (0, *accumulate(lengths))
-        on_device = torch.tensor(bounds, dtype=torch.int32, device=device) if device.type == "cuda" else None
+        on_device = to_device(torch.tensor(bounds, dtype=torch.int32), device) if device.type == "cuda" else None
         pack = cls(bounds, max(lengths), on_device)
         if rows is None:
             return pack
-        keys = torch.cat([torch.arange(*span) for spans in rows for span in spans]).to(device)
+        keys = to_device(torch.cat([torch.arange(*span) for spans in rows for span in spans]), device)
         seen = cls.of([sum(stop - start for start, stop in spans) for spans in rows], device)
         return replace(pack, keys=keys, seen=seen)
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from layertap.capture.blocks import Blocks
+from layertap.capture.request import CaptureSpec
 from layertap.engines.transformers.internals import PagedRunner, Scheduled
 from layertap.engines.transformers.row_tap import Chunk, RowTap
 from layertap.engines.transformers.stepping import Choose, LiveSequence, Step
@@ -53,17 +54,21 @@ class BatchedStepper:
         self.capacity = self._runner.capacity
         self._tap = RowTap(model, found)
         self._sequences: dict[str, LiveSequence] = {}
+        self._owed: dict[str, tuple[CaptureSpec, range]] = {}
         self._num_steps = 0
         self._idle_steps = 0
 
     def add(self, sequence: LiveSequence) -> None:
         """Take a sequence in."""
         self._sequences[sequence.key] = sequence
+        if sequence.spec is not None:
+            self._owed[sequence.key] = sequence.spec, sequence.spec.candidates
         self._runner.add(sequence.key, sequence.prompt_ids)
 
     def remove(self, key: str) -> None:
         """Let one go."""
         if self._sequences.pop(key, None) is not None:
+            self._owed.pop(key, None)
             self._runner.remove(key)
 
     def step(self, choose: Choose) -> Step:
@@ -90,12 +95,11 @@ class BatchedStepper:
         return step
 
     def _chunks(self, scheduled: Sequence[Scheduled]) -> list[Chunk]:
-        chunks = []
-        for part in scheduled:
-            sequence = self._sequences.get(part.key)
-            if sequence is not None and sequence.spec is not None:
-                chunks.append(Chunk(part.key, sequence.spec, part.offset, part.count, part.start))
-        return chunks
+        return [
+            Chunk(part.key, *owed, part.offset, part.count, part.start)
+            for part in scheduled
+            if (owed := self._owed.get(part.key)) is not None
+        ]
 
     def close(self) -> None:
         """Take the hooks off and free the cache."""

@@ -190,7 +190,7 @@ class TransformersEngine:
         Raises:
             ModelError: it can't be loaded, or isn't of the same model; nothing was changed.
         """
-        return reload_weights(self.weights, folder)
+        return self._extractor.between_forwards(lambda: reload_weights(self.weights, folder))
 
     def close(self) -> None:
         """End everything; running generations end with an error."""

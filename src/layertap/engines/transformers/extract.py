@@ -8,12 +8,13 @@ itself: a batch that breaks is run again one by one, and one that doesn't fit th
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from layertap.engines.transformers.packing import Item, Packer, Way
 from layertap.engines.transformers.passes import Passes
 from layertap.engines.transformers.selftest import Routes, choose_routes
 from layertap.engines.transformers.spot_check import SpotCheck
+from layertap.engines.transformers.switching import QUICK_SWITCHES
 from layertap.engines.transformers.tap import Arena, Arenas
 from layertap.engines.transformers.trees import Tree, overlap
 from layertap.engines.transformers.weights import Weights
@@ -40,14 +42,13 @@ __all__ = ["Extractor"]
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _CPU_BUDGET_TOKENS = 2048
 _CUDA_BUDGET_TOKENS = 16_384
 _CPU_ARENA_BYTES = 512 * 2**20
 _LEAST_BUDGET_TOKENS = 256
 _COMPILE_AFTER_TOKENS = 150_000
-_SWITCH_SECONDS = 0.0005
-"""Of the interpreter, while extraction runs on a GPU: each launch of a kernel drops the interpreter's lock, and gets it back from a
-writer thread only after this time (5 ms by default)."""
 _STOPPED = "the extraction was stopped before this prompt's turn"
 
 
@@ -61,31 +62,6 @@ class _Flight:
     """Rows of the arena that hold the wanted ones of each job, in order."""
     arena: Arena
     step: int
-
-
-class _QuickSwitches:
-    """The interpreter's switch interval is short while somebody extracts; the last who leaves puts back what was there."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._before = 0.0
-
-    def enter(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._before = sys.getswitchinterval()
-                sys.setswitchinterval(_SWITCH_SECONDS)
-            self._inside += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                sys.setswitchinterval(self._before)
-
-
-_QUICK = _QuickSwitches()
 
 
 class Extractor:
@@ -115,6 +91,7 @@ class Extractor:
         self._step = 0
         self._tokens_run = 0
         self._compiled = False
+        self._may_compile = self._is_cuda
         self.routes: Routes | None = None
         self.plan: Plan | None = None
         """How weights and tokens share the device's memory, where not all weights fit in it."""
@@ -125,11 +102,17 @@ class Extractor:
         with self._lock:
             return self._prepare(depth)
 
+    def between_forwards(self, change: Callable[[], T]) -> T:
+        """Run what changes the weights while no forward runs."""
+        with self._lock:
+            return change()
+
     def _prepare(self, depth: int) -> Routes:
         if depth > self._depth:
             self._passes = None  # they hold weights that a deeper model may have no room beside
         model = self._weights.at_least(depth)
-        if self.routes is None or self._passes is None or depth > self._depth:
+        # Another model than before: a deeper one, or the complete one of generation, into which new weights are loaded.
+        if self.routes is None or self._passes is None or self._passes.model is not model:
             self._depth = max(depth, self._weights.depth)
             try:
                 self.routes = choose_routes(model, self._weights.layout, self._depth)
@@ -182,9 +165,11 @@ class Extractor:
         """
         packer: Packer[ExtractJob] = Packer("alone", self.budget_tokens, overlap=_overlap)
         flights: deque[_Flight] = deque()
-        if self._is_cuda:
-            _QUICK.enter()
-        try:
+        with ExitStack() as leaving:
+            leaving.enter_context(self._arenas.one_more_user())
+            if self._is_cuda:
+                leaving.enter_context(QUICK_SWITCHES.here())
+            leaving.callback(self._abandon, packer, flights)
             for job in jobs:
                 if not self._admit(packer, job, share_prefixes):
                     yield job.index
@@ -194,10 +179,6 @@ class Extractor:
                 yield from self._advance(packer, flights)
             while flights:
                 yield from self._deliver(flights.popleft())
-        finally:
-            if self._is_cuda:
-                _QUICK.leave()
-            self._abandon(packer, flights)
 
     def _admit(self, packer: Packer[ExtractJob], job: ExtractJob, share_prefixes: bool) -> bool:
         """Queue a job, or fail it and return False."""
@@ -251,6 +232,11 @@ class Extractor:
             half = len(jobs) // 2
             parts: list[tuple[Way, list[ExtractJob]]] = [(way, jobs[:half]), (way, jobs[half:])]
         except Exception as exc:
+            if self._compiled and way in ("packed", "shared"):
+                logger.warning("compiled blocks failed (%s: %s); they run as they are", type(exc).__name__, exc)
+                self._stop_compiling()
+                yield from self._execute(way, jobs)
+                return
             if way == "alone":
                 logger.exception("prompt %d failed", jobs[0].index)
                 jobs[0].capture.fail(f"the forward failed: {type(exc).__name__}: {exc}")
@@ -282,6 +268,8 @@ class Extractor:
         arena = self._arenas.acquire(num_rows, len(spec.layers), width, dtype)
         try:
             with self._lock:
+                # again: somebody else's deeper call, or one that failed, may have come between
+                self._prepare(max(spec.layers))
                 assert self._passes is not None
                 self._compile_when_worth_it(way, sum(len(job.token_ids) for job in jobs))
                 self._passes.run(way, [job.token_ids for job in jobs], wanted, spec.layers, arena.rows)
@@ -296,7 +284,7 @@ class Extractor:
         """Compiling pays on CUDA only when many tokens follow, which those that went before are the best sign of."""
         self._tokens_run += num_tokens
         if (
-            self._is_cuda
+            self._may_compile
             and not self._compiled
             and way in ("packed", "shared")
             and self._tokens_run > _COMPILE_AFTER_TOKENS
@@ -304,6 +292,12 @@ class Extractor:
             assert self._passes is not None
             self._passes.compile_packed()
             self._compiled = True
+
+    def _stop_compiling(self) -> None:
+        """A machine without a C compiler, for one, can't."""
+        with self._lock:
+            self._may_compile = self._compiled = False
+            self._passes = None
 
     def _deliver(self, flight: _Flight) -> Iterator[int]:
         try:
@@ -346,6 +340,7 @@ class Extractor:
         layers = job.capture.spec.layers
         try:
             with self._lock:
+                self._prepare(max(layers))
                 assert self._passes is not None
                 again = torch.empty(rows.shape, dtype=rows.dtype, device=self._weights.source.device)
                 self._passes.run("alone", [job.token_ids], [positions], layers, again)

@@ -7,10 +7,13 @@ stays with the request that it belongs to: a bad option, a callback that raises,
 that raises takes those with it that were in it, tells each the reason, and the next job starts with a fresh cache.
 """
 
+import gc
 import logging
 import threading
+import traceback
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from layertap.assembly import Rows
+from layertap.capture.blocks import Blocks
 from layertap.engines.base import Delta, GenerateJob, ModelInfo
 from layertap.engines.transformers.batching import BatchedStepper, kv_bytes_per_token
 from layertap.engines.transformers.bench import Bench
+from layertap.engines.transformers.budget import device_room
 from layertap.engines.transformers.gathering import Gathering
 from layertap.engines.transformers.generation_check import GenerationCheck
 from layertap.engines.transformers.running import Running, as_error, start
@@ -29,6 +34,7 @@ from layertap.engines.transformers.single import SingleStepper
 from layertap.engines.transformers.spot_check import SpotCheck
 from layertap.engines.transformers.stepping import Step, Stepper
 from layertap.engines.transformers.stopping import Finish
+from layertap.engines.transformers.switching import QUICK_SWITCHES
 from layertap.engines.transformers.trial import Verdict, find_way
 from layertap.errors import EngineError, OptionError, UnsupportedModelError
 from layertap.writing.recorder import Capture
@@ -36,6 +42,8 @@ from layertap.writing.recorder import Capture
 __all__ = ["GenerationOptions", "Generator"]
 
 logger = logging.getLogger(__name__)
+
+_LEAST_KV_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +164,8 @@ class Generator:
                 try:
                     self._admit()
                     if self._stepper is not None and self._running:
-                        self._deliver(self._stepper.step(self._choose))
+                        with QUICK_SWITCHES.here() if self._device.type == "cuda" else nullcontext():
+                            self._deliver(self._stepper.step(self._choose))
                 except Exception as error:
                     logger.exception("a generation step failed")
                     self._restart(error)
@@ -175,8 +184,9 @@ class Generator:
             closed = self._closed
         for job in dropped:
             self._end_job(job, Finish("abort"), [])
-        for run in [run for run in self._running.values() if run.job.request_id in aborted]:
-            self._end(run, Finish("abort"))
+        if aborted:
+            for run in [run for run in self._running.values() if run.job.request_id in aborted]:
+                self._end(run, Finish("abort"))
         return not closed
 
     def _admit(self) -> None:
@@ -213,15 +223,7 @@ class Generator:
         on_cpu = self._device.type == "cpu"
         model, found = self._bench.view(attention)
         if way == "batched":
-            max_sequences = options.max_num_seqs or (8 if on_cpu else 256)
-            self._gathering = Gathering(max_sequences)
-            return BatchedStepper(
-                model,
-                found,
-                kv_tokens=self._kv_tokens(model, max_sequences),
-                max_batch_tokens=options.max_num_batched_tokens or (512 if on_cpu else 8192),
-                max_sequences=max_sequences,
-            )
+            return self._make_batched(model, found, on_cpu)
         return SingleStepper(
             model,
             found,
@@ -230,12 +232,33 @@ class Generator:
             max_len=self._info.max_model_len,
         )
 
+    def _make_batched(self, model: nn.Module, found: Blocks, on_cpu: bool) -> Stepper:
+        options = self._options
+        max_sequences = options.max_num_seqs or (8 if on_cpu else 256)
+        self._gathering = Gathering(max_sequences)
+        kv_tokens = self._kv_tokens(model, max_sequences)
+        while True:
+            try:
+                return BatchedStepper(
+                    model,
+                    found,
+                    kv_tokens=kv_tokens,
+                    max_batch_tokens=options.max_num_batched_tokens or (512 if on_cpu else 8192),
+                    max_sequences=max_sequences,
+                )
+            except MemoryError as error:
+                # transformers counts a mask of all queries over the whole cache, whether one is made or not
+                if kv_tokens <= _LEAST_KV_TOKENS:
+                    raise
+                kv_tokens = max(kv_tokens // 2, _LEAST_KV_TOKENS)
+                logger.info("a cache of %d tokens instead: %s", kv_tokens, error)
+
     def _kv_tokens(self, model: nn.Module, max_sequences: int) -> int:
         config: Any = model.config
         itemsize = next(model.parameters()).dtype.itemsize
         per_token = kv_bytes_per_token(config.get_text_config(decoder=True), itemsize)
         room = self._options.kv_cache_bytes or _free_bytes(self._device)
-        return int(max(256, min(room // per_token, max_sequences * self._info.max_model_len)))
+        return int(max(_LEAST_KV_TOKENS, min(room // per_token, max_sequences * self._info.max_model_len)))
 
     def _choose(self, keys: Sequence[str], logits: Tensor) -> list[int]:
         runs = [self._running.get(key) for key in keys]
@@ -243,7 +266,8 @@ class Generator:
         tokens = [0] * len(keys)
         if known:
             rows = [run.row for run in runs if run is not None]
-            for i, draw in zip(known, sample(logits[known], rows, self._shared), strict=True):
+            asked = logits if len(known) == len(keys) else logits[known]
+            for i, draw in zip(known, sample(asked, rows, self._shared), strict=True):
                 self._draws[keys[i]] = draw
                 tokens[i] = max(draw.token_id, 0)
         return tokens
@@ -330,6 +354,11 @@ class Generator:
             stepper.close()
         for run in list(self._running.values()):
             self._end(run, Finish("error"), as_error(error))
+        # The error, which callers keep, leads to every variable of the forward, and modules and hooks hold one another: without
+        # this the cache would stay beside the next one.
+        traceback.clear_frames(error.__traceback__)
+        del stepper
+        gc.collect()
 
     def _end_everything(self, reason: EngineError) -> None:
         for run in list(self._running.values()):
@@ -348,5 +377,5 @@ def _free_bytes(device: torch.device) -> int:
         import os
 
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 16
-    free, _ = torch.accelerator.get_memory_info(device)
-    return int(free) // 2
+    room = device_room(device, None)  # memory that torch keeps for the next who wants it is free, too
+    return (torch.accelerator.get_memory_info(device)[0] if room is None else room) // 2

@@ -13,9 +13,12 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.utils import GenerationMode
@@ -24,6 +27,11 @@ from layertap.engines.transformers.paged import PAGED, register_paged
 from layertap.errors import EngineError
 
 __all__ = ["OneSequence", "PagedRunner", "Scheduled", "private_view", "set_attention"]
+
+_FULL = "FullAttentionCacheAllocator"
+"""What keeps blocks of all tokens; others keep windows."""
+_FORGOTTEN_LATE = 64
+"""Sequences that have ended, whose places in the cache may still be known."""
 
 
 def private_view(model: nn.Module) -> nn.Module:
@@ -48,7 +56,7 @@ def set_attention(model: Any, implementation: str) -> None:
         model.set_attn_implementation(implementation)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)  # not frozen: a step makes hundreds
 class Scheduled:
     """One request's part of the packed row that runs next.
 
@@ -92,6 +100,11 @@ class PagedRunner:
         self._processor = processor
         _check_shape(self._manager, processor)
         processor.model_runner._sample = self._sample
+        if _lists_places(processor):
+            _Places(processor)
+        self._stream = getattr(processor.inputs_and_outputs, "compute_stream", None)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         self.capacity = _capacity(processor, page_size)
         """Tokens that one request can have at most."""
 
@@ -105,10 +118,16 @@ class PagedRunner:
         # Set when the cache ran full, and unset only by requests that end by transformers' own rules.
         self._processor.scheduler.block_new_requests = False
 
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        """transformers runs the model on a stream of its own, and makes its inputs on the current one without waiting for them:
+        behind an extraction's kernels there, they would come too late. Here everything is on the one stream."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
     def schedule(self) -> list[Scheduled]:
         """Choose what runs next; empty if there is nothing, or nothing fits."""
-        if not self._processor.prepare_next_batch():
-            return []
+        with self._on_stream():
+            if not self._processor.prepare_next_batch():
+                return []
         scheduled = []
         offset = 0
         for future in self._processor.inputs_and_outputs.requests_in_batch:
@@ -122,11 +141,12 @@ class PagedRunner:
     def forward(self, choose: Callable[[Tensor], list[int]]) -> None:
         """Run the scheduled rows; `choose` gets the logits and gives the tokens."""
         self._choose = choose
-        try:
-            self._processor._generation_step(self._model)
-        finally:
-            self._choose = None
-        self._processor.update_batch()
+        with self._on_stream():
+            try:
+                self._processor._generation_step(self._model)
+            finally:
+                self._choose = None
+            self._processor.update_batch()
 
     def _sample(self, scores: Tensor, output_ids: Tensor) -> None:
         num_sampled = sum(f.has_new_token for f in self._processor.inputs_and_outputs.requests_in_batch)
@@ -139,6 +159,88 @@ class PagedRunner:
         self._manager.batch_processor = None
         self._processor.inputs_and_outputs = None
         self._processor.cache = None
+
+
+class _Places:
+    """Where in the cache the tokens of a step's sequences are, as arrays.
+
+    transformers lists the place of every cached token of every sequence in every step, number by number. Here an array of the
+    places of a sequence's blocks is kept, and made anew when it gets another block.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        self._ios = processor.inputs_and_outputs
+        self._allocators = list(processor.cache.cache_allocators.values())
+        self._known: dict[tuple[int, str], tuple[list[int], NDArray[np.int64]]] = {}
+        self._writes: list[list[NDArray[np.int64]]] = []
+        self._reads: list[list[NDArray[np.int64]]] = []
+        self._prepare = self._ios.prepare_batch_tensors
+        self._ios.prepare_batch_tensors = self._prepare_batch
+        processor.cache.extend_read_and_write_indices = self._extend
+
+    def _extend(self, request_id: str, past_length: int, query_length: int, read_index: Any, write_index: Any) -> None:
+        end = past_length + query_length
+        for number, allocator in enumerate(self._allocators):
+            if type(allocator).__name__ == _FULL:
+                places = self._of_blocks(number, allocator, request_id)
+                if len(places) < end:
+                    raise EngineError(f"the cache has {len(places)} places for the {end} tokens of a sequence")
+                writes, reads = places[past_length:end], places[:end]
+            else:
+                writes = np.array(allocator.get_write_indices(request_id, past_length, query_length), np.int64)
+                reads = writes[:0]
+                if read_index is not None:
+                    reads = np.array(allocator.get_read_indices(request_id, past_length, query_length), np.int64)
+            self._writes[number].append(writes)
+            if read_index is not None:
+                self._reads[number].append(reads)
+
+    def _of_blocks(self, number: int, allocator: Any, request_id: str) -> NDArray[np.int64]:
+        blocks = allocator.block_table[request_id]
+        known = self._known.get((number, request_id))
+        if known is not None and known[0] == blocks:
+            return known[1]
+        starts = np.array(blocks, np.int64) * allocator.block_physical_stride
+        places: NDArray[np.int64] = (starts[:, None] + np.arange(allocator.tokens_per_page)).reshape(-1)
+        self._known[number, request_id] = list(blocks), places
+        return places
+
+    def _prepare_batch(self, *args: Any, **kwargs: Any) -> None:
+        self._writes = [[] for _ in self._allocators]
+        self._reads = [[] for _ in self._allocators]
+        self._prepare(*args, **kwargs)
+        for storage, sizes, found in (
+            (self._ios.write_index_storage, self._ios.true_write_sizes, self._writes),
+            (self._ios.read_index_storage, self._ios.true_read_sizes, self._reads),
+        ):
+            for number, parts in enumerate(found):
+                if parts:
+                    places = torch.from_numpy(np.concatenate(parts))
+                    storage[number, : len(places)] = places
+                    sizes[number] = len(places)
+        batch = self._ios.requests_in_batch
+        if len(self._known) > 2 * len(self._allocators) * len(batch) + _FORGOTTEN_LATE:
+            in_batch = {future.state.request_id for future in batch}
+            self._known = {key: value for key, value in self._known.items() if key[1] in in_batch}
+
+
+def _lists_places(processor: Any) -> bool:
+    """Whether this transformers fills the lists of places in the way that `_Places` takes over: from 5.18 on."""
+    wanted = ["request_id", "past_length", "query_length", "read_index", "write_index"]
+    extend = getattr(processor.cache, "extend_read_and_write_indices", None)
+    ios = ("prepare_batch_tensors", "write_index_storage", "read_index_storage", "true_write_sizes", "true_read_sizes")
+    allocators = getattr(processor.cache, "cache_allocators", None)
+    return (
+        extend is not None
+        and list(inspect.signature(extend).parameters) == wanted
+        and isinstance(allocators, dict)
+        and all(hasattr(processor.inputs_and_outputs, name) for name in ios)
+        and all(
+            hasattr(allocator, name)
+            for allocator in allocators.values()
+            for name in ("block_table", "block_physical_stride", "tokens_per_page")
+        )
+    )
 
 
 def _make_manager(model: nn.Module, num_pages: int, page_size: int, max_batch_tokens: int, max_requests: int) -> Any:

@@ -46,6 +46,8 @@ def _attention(
         raise NotPackable(
             "the model gives its attention a mask, a soft cap or sinks, which the fused kernel doesn't take"
         )
+    if others.get("block_table") is not None:
+        raise NotPackable("transformers leaves the cache to a kernel of its own")
     window = int(sliding_window or 0)
     key, value, cu_seqlens_k, longest_k = _through_cache(module, key, value, window, others)
     cu_seqlens = others["cu_seq_lens_q"].to(torch.int32)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from layertap.capture.spans import Spans
 from layertap.engines.base import TokenIds
 from layertap.engines.transformers.attention import IMPLEMENTATION, Pack, configurations, packed, private_view, register
+from layertap.engines.transformers.copies import to_device
 from layertap.engines.transformers.packing import Way
 from layertap.engines.transformers.tap import Piece, Tap, run_to_exit
 from layertap.engines.transformers.trees import Tree
@@ -101,9 +102,9 @@ class Passes:
         for i, sequence in enumerate(sequences):
             ids[i, : len(sequence)] = torch.as_tensor(sequence)
             mask[i, : len(sequence)] = 1
-        inputs: dict[str, Any] = {"input_ids": self._to_device(ids)}
+        inputs: dict[str, Any] = {"input_ids": to_device(ids, self.device)}
         if way == "padded":
-            inputs["attention_mask"] = self._to_device(mask)
+            inputs["attention_mask"] = to_device(mask, self.device)
         view.run(inputs | self._options, layers, rows, _pieces(wanted, [(i, 0) for i in range(len(sequences))]))
 
     def run_itself(self, sequence: TokenIds, layers: Sequence[int], rows: Tensor) -> None:
@@ -117,7 +118,7 @@ class Passes:
         view = _View(self.model, self.layout)
         ids = torch.as_tensor(sequence, dtype=torch.int64)[None]
         try:
-            inputs = {"input_ids": self._to_device(ids)} | self._options
+            inputs = {"input_ids": to_device(ids, self.device)} | self._options
             view.run(inputs, layers, rows, _pieces([range(len(sequence))], [(0, 0)]))
         finally:
             view.close()
@@ -144,14 +145,13 @@ class Passes:
         ids = torch.cat([torch.as_tensor(one[part.start : part.stop], dtype=torch.int64) for one, part in run])[None]
         positions = torch.cat([torch.arange(part.start, part.stop) for part in own])[None]
         pack = Pack.of([len(part) for part in own], self.device, seen)
-        inputs: dict[str, Any] = {"input_ids": self._to_device(ids), "position_ids": self._to_device(positions)}
+        inputs: dict[str, Any] = {
+            "input_ids": to_device(ids, self.device),
+            "position_ids": to_device(positions, self.device),
+        }
         places = [(0, begin - part.start) for begin, part in zip(pack.bounds, own, strict=False)]
         with packed(pack):
             view.run(inputs | self._options, layers, rows, _pieces(wanted, places))
-
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        """Copy without waiting for what the device is busy with."""
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
     def compile_packed(self, **options: Any) -> None:
         """Compile the blocks of the packed view; lengths stay dynamic, the attention stays one opaque operator.

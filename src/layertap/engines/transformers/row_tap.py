@@ -7,7 +7,7 @@ assembly worth something). A hook never raises; what went wrong is kept and fail
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +19,8 @@ from layertap.assembly import Rows
 from layertap.capture.blocks import Blocks
 from layertap.capture.request import CaptureSpec
 from layertap.engines.fp8 import put, storage
+from layertap.engines.ranges import numbers
+from layertap.engines.transformers.copies import to_device
 from layertap.errors import EngineError
 
 __all__ = ["Chunk", "RowSink", "RowTap"]
@@ -35,13 +37,14 @@ class RowSink(Protocol):
         """Take a chunk."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: a step makes hundreds
 class Chunk:
     """Rows of one sequence in the next forward.
 
     Attributes:
         key: whose rows.
         spec: what is owed.
+        candidates: of the spec.
         offset: the first row in the packed row.
         count: how many rows.
         start: absolute position of the first.
@@ -49,18 +52,21 @@ class Chunk:
 
     key: str
     spec: CaptureSpec
+    candidates: range
     offset: int
     count: int
     start: int
 
     def owed(self) -> "Chunk | None":
         """The part whose rows may be owed."""
-        candidates = self.spec.candidates
-        begin = max(self.start, candidates.start)
-        end = min(self.start + self.count, candidates.stop)
+        first, stop = self.candidates.start, self.candidates.stop
+        begin, end = self.start, self.start + self.count
+        if first <= begin and end <= stop:
+            return self
+        begin, end = max(begin, first), min(end, stop)
         if begin >= end:
             return None
-        return Chunk(self.key, self.spec, self.offset + begin - self.start, end - begin, begin)
+        return replace(self, offset=self.offset + begin - self.start, count=end - begin, start=begin)
 
 
 @dataclass(slots=True)
@@ -74,26 +80,26 @@ class _Group:
     buffer: Tensor | None = None
     num_filled: int = 0
 
-    def fill(self, hidden_TH: Tensor, layer: int) -> None:
+    def fill(self, hidden_TH: Tensor, slot: int) -> None:
         rows = self._rows(hidden_TH)
-        expected = sum(chunk.count for chunk in self.chunks)
-        if rows.shape[0] != expected:
-            raise EngineError(f"{expected} rows were expected in a forward of {hidden_TH.shape[0]} tokens")
         if self.buffer is None:
             dtype, width = storage(self.dtype, hidden_TH.shape[1])
             self.buffer = torch.empty((rows.shape[0], len(self.layers), width), dtype=dtype, device=rows.device)
-        put(self.buffer[:, self.layers.index(layer)], rows)
+        put(self.buffer[:, slot], rows)
         self.num_filled += 1
 
     def _rows(self, hidden_TH: Tensor) -> Tensor:
         if self.index is None:
-            places = [p for c in self.chunks for p in range(c.offset, c.offset + c.count)]
-            contiguous = places == list(range(places[0], places[0] + len(places)))
-            self.index = (
-                slice(places[0], places[0] + len(places))
-                if contiguous
-                else torch.tensor(places, device=hidden_TH.device)
-            )
+            offsets, counts = np.array([(chunk.offset, chunk.count) for chunk in self.chunks]).T
+            ends = offsets + counts
+            if int(ends.max()) > hidden_TH.shape[0]:
+                raise EngineError(
+                    f"rows up to {int(ends.max())} were expected in a forward of {hidden_TH.shape[0]} tokens"
+                )
+            if np.array_equal(offsets[1:], ends[:-1]):
+                self.index = slice(int(offsets[0]), int(ends[-1]))
+            else:
+                self.index = to_device(torch.from_numpy(numbers(offsets, counts)), hidden_TH.device)
         return hidden_TH[self.index]
 
 
@@ -108,6 +114,7 @@ class RowTap:
     def __init__(self, model: nn.Module, found: Blocks) -> None:
         self._found = found
         self._groups: list[_Group] = []
+        self._wanted: dict[int, list[tuple[_Group, int]]] = {}
         self._next_layer = 0
         self._fed: Tensor | None = None
         self._fed_host: Tensor | None = None
@@ -132,9 +139,15 @@ class RowTap:
             wanted = chunk.owed()
             if wanted is not None:
                 kind = (chunk.spec.layers, chunk.spec.dtype)
-                group = groups.setdefault(kind, _Group(chunk.spec.layers, chunk.spec.dtype))
+                group = groups.get(kind)
+                if group is None:
+                    group = groups[kind] = _Group(*kind)
                 group.chunks.append(wanted)
         self._groups = list(groups.values())
+        self._wanted = {}
+        for group in self._groups:
+            for slot, layer in enumerate(group.layers):
+                self._wanted.setdefault(layer, []).append((group, slot))
         self._next_layer = 0
         self._fed = self._fed_host = self._ready = None
         self._host = []
@@ -192,7 +205,8 @@ class RowTap:
 
     def _entering(self, layer: int) -> Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]:
         def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            self._on_stream(layer, lambda: self._found.entering(args, kwargs))
+            if self._groups:
+                self._on_stream(layer, lambda: self._found.entering(args, kwargs))
 
         return hook
 
@@ -203,14 +217,14 @@ class RowTap:
             if not passed or self._fed is None:
                 raise EngineError(f"block {layer} ran out of turn")
             self._next_layer = layer + 1
-            wanted = [(group, i) for i in passed for group in self._groups if i in group.layers]
+            wanted = [place for i in passed for place in self._wanted.get(i, ())]
             if not wanted:
                 return
             hidden_TH = stream().detach().flatten(0, -2)
             if hidden_TH.shape[0] != self._fed.numel():
                 raise EngineError(f"a block carries {hidden_TH.shape[0]} rows for {self._fed.numel()} tokens")
-            for group, i in wanted:
-                group.fill(hidden_TH, i)
+            for group, slot in wanted:
+                group.fill(hidden_TH, slot)
 
         self._guarded(work)
 

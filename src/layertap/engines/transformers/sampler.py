@@ -129,11 +129,15 @@ def sample(logits_BV: Tensor, rows: Sequence[SamplerRow], shared: torch.Generato
         shared: the generator, on the logits' device, that rows without a seed draw from.
     """
     raw_BV = logits_BV.float()
-    broken = torch.isnan(raw_BV).any(dim=1) | (raw_BV == torch.inf).any(dim=1)
-    scores_BV = raw_BV.clone()
-    _restrict(scores_BV, rows)
-    _penalize(scores_BV, rows)
-    empty = (scores_BV == -torch.inf).all(dim=1)
+    scores_BV = raw_BV
+    if any(row.rules.restricted or row.rules.penalized for row in rows):
+        scores_BV = raw_BV.clone()
+        _restrict(scores_BV, rows)
+        _penalize(scores_BV, rows)
+    # A row's maximum is NaN if one of its values is, infinite if one is, and minus infinity if no token is left.
+    highest = raw_BV.amax(dim=1)
+    broken = torch.isnan(highest) | (highest == torch.inf)
+    empty = (highest if scores_BV is raw_BV else scores_BV.amax(dim=1)) == -torch.inf
     greedy_B = scores_BV.argmax(dim=1)
     chosen_B = greedy_B
     drawn = [i for i, row in enumerate(rows) if not row.rules.greedy]
@@ -155,10 +159,11 @@ def sample(logits_BV: Tensor, rows: Sequence[SamplerRow], shared: torch.Generato
 
 def _restrict(scores_BV: Tensor, rows: Sequence[SamplerRow]) -> None:
     """Allowed ids, bad words, min_tokens and logit_bias, in place."""
-    for scores_V, row in zip(scores_BV, rows, strict=True):
+    for i, row in enumerate(rows):
         rules = row.rules
         if not rules.restricted:
             continue
+        scores_V = scores_BV[i]
         if rules.allowed_ids is not None:
             allowed = torch.tensor(rules.allowed_ids, device=scores_V.device)
             kept = scores_V[allowed].clone()
@@ -236,9 +241,9 @@ def _noise(rows: Sequence[SamplerRow], like_SV: Tensor, shared: torch.Generator)
     own = [row.own_generator(like_SV.device) for row in rows]
     if None in own:
         noise_SV.exponential_(generator=shared)
-    for noise_V, generator in zip(noise_SV, own, strict=True):
+    for i, generator in enumerate(own):
         if generator is not None:
-            noise_V.exponential_(generator=generator)
+            noise_SV[i].exponential_(generator=generator)
     return noise_SV
 
 
@@ -251,12 +256,14 @@ def _logprobs(raw_BV: Tensor, chosen_B: Tensor, rows: Sequence[SamplerRow]) -> l
     logprobs_WV = raw_BV[index].log_softmax(dim=1)
     sampled_W1 = logprobs_WV.gather(1, chosen_B[index].unsqueeze(1))
     ranks = (logprobs_WV >= sampled_W1).sum(dim=1).tolist()
+    chosen, sampled = chosen_B[index].tolist(), sampled_W1[:, 0].tolist()
     vocab_size = raw_BV.shape[1]
     asked = [rows[i].rules.logprobs for i in wanted]
     tops = [vocab_size if n == -1 else min(n or 0, vocab_size) for n in asked]
-    values_WK, ids_WK = logprobs_WV.topk(max(tops), dim=1)
+    best_WK = logprobs_WV.topk(max(tops), dim=1)
+    values, ids = best_WK.values.tolist(), best_WK.indices.tolist()
     for place, i in enumerate(wanted):
-        best = zip(ids_WK[place, : tops[place]].tolist(), values_WK[place, : tops[place]].tolist(), strict=True)
-        sampled = TokenLogprob(int(chosen_B[i]), float(sampled_W1[place]), ranks[place])
-        result[i] = (sampled, *(TokenLogprob(t, v, r) for r, (t, v) in enumerate(best, start=1)))
+        best = zip(ids[place][: tops[place]], values[place][: tops[place]], strict=True)
+        first = TokenLogprob(chosen[place], sampled[place], ranks[place])
+        result[i] = (first, *(TokenLogprob(t, v, r) for r, (t, v) in enumerate(best, start=1)))
     return result

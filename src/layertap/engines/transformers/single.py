@@ -76,8 +76,8 @@ class SingleStepper:
 
     def _forward(self, sequence: LiveSequence, state: OneSequence) -> Tensor:
         inputs, count, start = state.prepare()
-        wanted = [] if sequence.spec is None else [Chunk(sequence.key, sequence.spec, 0, count, start)]
-        self._tap.expect(wanted)
+        spec = sequence.spec
+        self._tap.expect([] if spec is None else [Chunk(sequence.key, spec, spec.candidates, 0, count, start)])
         outputs = self._model(**inputs, return_dict=True)
         state.take(outputs)
         logits: Tensor = outputs.logits[:, -1]

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from layertap.capture.residual import Residual
 from layertap.engines.digests import can_digest, finish_digests, start_digests
 from layertap.engines.fp8 import put
+from layertap.engines.ranges import numbers
+from layertap.engines.transformers.copies import to_device
 from layertap.errors import UnsupportedModelError
 from layertap.writing.checks import MARK_BYTES
 
@@ -99,7 +101,7 @@ class Arena:
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
             if can_digest(self.rows):
-                seeds = torch.from_numpy(token_ids).pin_memory().to(self.rows.device, non_blocking=True)
+                seeds = to_device(torch.from_numpy(token_ids), self.rows.device)
                 accumulators = start_digests(self.rows, seeds)
                 self._accumulators = torch.empty(accumulators.shape, dtype=torch.int64, pin_memory=True)
                 self._accumulators.copy_(accumulators, non_blocking=True)
@@ -155,20 +157,45 @@ class Arena:
 
 
 class Arenas:
-    """A few arenas, allocated once and reused; asking for one waits until the writer has caught up."""
+    """A few arenas, allocated once and reused; asking for one waits until the writer has caught up.
+
+    Args:
+        device: of the model.
+        count: arenas for one user.
+    """
 
     def __init__(self, device: torch.device, count: int = 2) -> None:
         self._device = device
         self._free: list[Arena] = []
         self._made = 0
         self._count = count
+        self._users = 0
         self._changed = threading.Condition()
+
+    @contextmanager
+    def one_more_user(self) -> Iterator[None]:
+        """Each user beyond the first may have one arena more: it may keep one for as long as nobody takes its results."""
+        with self._changed:
+            self._users += 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._users -= 1
+                while self._free and self._made > self._allowed:
+                    self._free.pop()
+                    self._made -= 1
+
+    @property
+    def _allowed(self) -> int:
+        return self._count + max(self._users - 1, 0)
 
     def acquire(self, rows: int, layers: int, hidden: int, dtype: torch.dtype) -> Arena:
         """Take an arena with room for these rows; its user holds one share of it."""
         nbytes = rows * layers * hidden * dtype.itemsize
         with self._changed:
-            self._changed.wait_for(lambda: self._free or self._made < self._count)
+            self._changed.wait_for(lambda: self._free or self._made < self._allowed)
             arena = self._take_free(nbytes)
             if arena is None:
                 arena = Arena(self, nbytes, self._device)
@@ -191,7 +218,10 @@ class Arenas:
     def take_back(self, arena: Arena) -> None:
         """Called by the arena when its last share is back."""
         with self._changed:
-            self._free.append(arena)
+            if self._made > self._allowed:
+                self._made -= 1
+            else:
+                self._free.append(arena)
             self._changed.notify()
 
 
@@ -215,9 +245,9 @@ class _Target:
                 put(place, stream[piece.batch, piece.begin : piece.end])
             return
         if self.index is None:
-            width = self.shape[1]
-            rows = [r for p in self.pieces for r in range(p.batch * width + p.begin, p.batch * width + p.end)]
-            self.index = torch.tensor(rows, device=stream.device)
+            begins = np.array([piece.batch * self.shape[1] + piece.begin for piece in self.pieces])
+            counts = np.array([piece.end - piece.begin for piece in self.pieces])
+            self.index = to_device(torch.from_numpy(numbers(begins, counts)), stream.device)
         put(self.rows[:, slot], stream.reshape(-1, stream.shape[-1]), self.index)
 
 

@@ -308,7 +308,8 @@ def _gaps(logits_TV: Tensor, output: Sequence[int]) -> Tensor:
 
 
 def _plain(bench: Bench, model: nn.Module, tap: RowTap, ids: list[int]) -> tuple[NDArray[np.float32], Tensor]:
-    tap.expect([Chunk("", _spec(bench, len(ids), 0), 0, len(ids), 0)])
+    spec = _spec(bench, len(ids), 0)
+    tap.expect([Chunk("", spec, spec.candidates, 0, len(ids), 0)])
     device = next(model.parameters()).device
     outputs = model(input_ids=torch.tensor([ids], device=device), use_cache=False)
     ((_, chunk),) = tap.collect(1)

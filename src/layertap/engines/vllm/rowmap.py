@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from layertap.engines.ranges import numbers
+
 SKIP = -1
 
 
@@ -130,7 +132,7 @@ def fill(
         [(chunk.first, chunk.stop - chunk.first, chunk.cell, chunk.num_layers, chunk.plan) for chunk in chunks]
     )
     firsts, counts, cells, layers, rows = table.T
-    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    tokens = np.repeat(firsts, counts) + within
+    tokens = numbers(firsts, counts)
+    within = tokens - np.repeat(firsts, counts)
     destinations[tokens] = first_cell + np.repeat(cells, counts) + within * np.repeat(layers, counts)
     plans[tokens] = np.repeat(rows, counts)
