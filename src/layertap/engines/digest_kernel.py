@@ -79,7 +79,7 @@ def accumulate(
     if not num_rows:
         return
     grid = (triton.cdiv(num_rows, _ROWS_A_PROGRAM),)
-    with torch.cuda.device(out.device):  # a kernel goes to the current one
+    with torch.cuda.device_of(out):  # a kernel goes to the current one
         _accumulate[grid](
             words,
             seeds,

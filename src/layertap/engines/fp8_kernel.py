@@ -55,7 +55,7 @@ def quantize_rows(stream: Any, index: Any, place: Any) -> None:
     if not num_rows:
         return
     block = triton.next_power_of_2(hidden)
-    with torch.cuda.device(place.device):  # a kernel goes to the current one
+    with torch.cuda.device_of(place):  # a kernel goes to the current one
         _quantize[(num_rows,)](
             stream,
             stream if index is None else index,
