@@ -74,8 +74,8 @@ def run_server_kills(rounds: int, seed: int) -> Figures:
             kill_at, seconds = rng.randrange(20), rng.uniform(0.0, 0.05)
             for thread in threads:
                 thread.start()
-            while len(told) < kill_at:
-                thread.join(0.002)
+            while len(told) < kill_at and any(thread.is_alive() for thread in threads):
+                threads[0].join(0.002)
             victim.kill_after(seconds)
             victim.join()
             for thread in threads:
