@@ -182,6 +182,18 @@ def test_a_reader_without_write_permission_can_wait(tmp_path):
     assert child.exitcode == 0
 
 
+@pytest.mark.parametrize("suffix", [".lock", ".error"])
+def test_a_pipe_that_somebody_put_there_makes_nobody_wait_for_ever(tmp_path, suffix):
+    path = tmp_path / "a.safetensors"
+    _, ids, _ = write_sample(make_recorder(), path, make_spec())
+    path.with_name(path.name + suffix).unlink(missing_ok=True)
+    os.mkfifo(f"{path}{suffix}")
+    assert load_hidden_states(path, timeout=5)["token_ids"].tolist() == ids.tolist()
+    path.unlink()
+    with pytest.raises(HiddenStatesError):
+        load_hidden_states(path, timeout=5)
+
+
 def test_the_reason_survives_in_the_lock_where_no_error_file_can_be_written(tmp_path):
     path = tmp_path / "a.safetensors"
     lock = WriterLock(path, "r")

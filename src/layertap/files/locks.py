@@ -23,6 +23,8 @@ LOCK_SUFFIX = ".lock"
 NO_FLOCK = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 """What a file system answers that has no flock."""
 _CONTENT_BYTES = 4096
+_MOST_NOTED = 1 << 20
+_NEVER_WAITING = os.O_CLOEXEC | os.O_NONBLOCK  # opening a pipe that somebody put there would
 _LIVENESS_SECONDS = 0.5
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 0.0005, 0.02
 
@@ -111,7 +113,7 @@ class WriterLock:
 def read_content(lock_path: Path) -> LockContent | None:
     """What the lock file says; None where there is none or it says nothing."""
     try:
-        parsed = json.loads(lock_path.read_bytes())
+        parsed = json.loads(read_note(lock_path))
         holder = parsed["holder"]
         if not isinstance(holder, dict):
             return None
@@ -220,13 +222,23 @@ def _acquire(lock_path: Path, patience_seconds: float) -> tuple[int, bool]:
 def open_for_flock(path: Path) -> int:
     """Open a file to lock it: for writing where that is permitted, since NFS grants an exclusive flock on such descriptors only."""
     try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return os.open(path, os.O_RDWR | _NEVER_WAITING)
     except PermissionError:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(path, os.O_RDONLY | _NEVER_WAITING)
     except OSError as exc:
         if exc.errno == errno.EROFS:
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return os.open(path, os.O_RDONLY | _NEVER_WAITING)
         raise
+
+
+def read_note(path: Path) -> bytes:
+    """The content of a lock or error file.
+
+    Raises:
+        OSError: there is none.
+    """
+    with open(os.open(path, os.O_RDONLY | _NEVER_WAITING), "rb", buffering=0) as file:
+        return file.read(_MOST_NOTED) or b""
 
 
 def _identify(pid: int) -> dict[str, str | int]:

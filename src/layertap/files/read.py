@@ -27,7 +27,7 @@ from layertap.errors import (
     WriterDiedError,
 )
 from layertap.files import format as fmt
-from layertap.files.locks import LOCK_SUFFIX, is_held, read_content, wait_for_writer
+from layertap.files.locks import LOCK_SUFFIX, is_held, read_content, read_note, wait_for_writer
 from layertap.files.paths import QUARANTINE_SUFFIX, error_path
 from layertap.files.values import check_read_dtype, to_tensors
 
@@ -247,7 +247,7 @@ def _failure_on_record(path: Path, there: os.stat_result | None = None) -> Hidde
     """The reason of the last attempt to publish the file, where it failed; `there` is the file that is there, if one is."""
     twin = error_path(path)
     with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
-        record = json.loads(twin.read_text())
+        record = json.loads(read_note(twin))
         # what came after the failure is no business of it; told by the file and not by clocks, which jump
         if there is None or record.get("stands") == fmt.identity(there):
             reason, request_id = str(record.get("reason")), record.get("request_id")
