@@ -83,7 +83,7 @@ def _show(console: "Console", report: "Report") -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    console.print(f"[bold]{escape(report.model)}[/] on the {report.engine} engine")
+    console.print(f"[bold]{escape(report.model)}[/] on the {report.engine} engine", highlight=False)
     console.print(
         "  ".join(f"{name} {version}" for name, version in report.versions.items()), style="dim", highlight=False
     )

@@ -116,7 +116,7 @@ def _show_sample(view: "SampleView", texts: list[str] | None, top: int) -> None:
         change = 1 - turns.mean(axis=0)
         order = change.argsort()[::-1][:3]
         steps = ", ".join(f"{view.layers[i]} to {view.layers[i + 1]} ({change[i]:.3f})" for i in order)
-        typer.echo(f"\n  layers change most (1 - cosine): {steps}")
+        typer.echo("\n" + fitted(f"  layers change most (1 - cosine): {steps}", 4))
     typer.echo("\n  largest values          layer  dimension      value  times the layer's median")
     for peak in peaks(view.rows, top):
         typer.echo(
