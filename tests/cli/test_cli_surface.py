@@ -168,6 +168,13 @@ def test_help_names_every_option_in_full_on_a_narrow_terminal(command):
     assert max(len(line) for line in done.output.splitlines()) <= 60
 
 
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_errors_are_red_unless_no_color_is_set(no_color, tmp_path):
+    done = CliRunner().invoke(make_app(), ["clean", str(tmp_path / "gone")], color=True, env={"NO_COLOR": no_color})
+    assert "there is no such folder" in done.output
+    assert ("\x1b[31m" in done.output) is not bool(no_color)
+
+
 def test_help_costs_no_heavy_import():
     script = (
         "import sys\n"

@@ -55,7 +55,7 @@ def errors_explained() -> Iterator[None]:
 
 def say_error(message: str) -> None:
     """Print an error to standard error."""
-    typer.secho(f"error: {message}", fg="red", err=True)
+    typer.secho(f"error: {message}", fg=None if os.environ.get("NO_COLOR") else "red", err=True)
 
 
 def say(message: str) -> None:
