@@ -93,7 +93,9 @@ class RunProgress:
         parts = [f"{seen} prompts"]
         first, last = self._window(report)
         seconds = last.time - first.time
-        if seconds > 0 and (seconds >= _LINE_SECONDS or last.tokens > first.tokens):  # none yet isn't 0; none for long is
+        if seconds > 0 and (
+            seconds >= _LINE_SECONDS or last.tokens > first.tokens
+        ):  # none yet isn't 0; none for long is
             parts += [
                 f"{(last.tokens - first.tokens) / seconds:,.0f} tokens/s",
                 f"{bytes_text((last.num_bytes - first.num_bytes) / seconds)}/s",
