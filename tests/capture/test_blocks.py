@@ -46,6 +46,36 @@ class Toy(nn.Module):
             setattr(self, name, nn.ModuleList(block() for _ in range(length)))
 
 
+class Codes(nn.Module):
+    """A quantized layer without parameters, as those of gptqmodel."""
+
+    def __init__(self, size=8):
+        super().__init__()
+        self.register_buffer("qweight", torch.zeros(size, size // 8, dtype=torch.int32))
+
+
+class QuantizedBlock(Block):
+    def __init__(self, size=8):
+        super().__init__(size)
+        self.up, self.down = Codes(size), Codes(size)
+
+
+class MaskedNorms(nn.Module):
+    """No block: what it holds are buffers of another kind."""
+
+    def __init__(self, size=8):
+        super().__init__()
+        self.norm = nn.LayerNorm(size)
+        self.register_buffer("mask", torch.ones(size, size, dtype=torch.bool))
+        self.register_buffer("table", torch.zeros(size, size))
+
+
+def test_blocks_whose_weights_are_codes_in_buffers_are_blocks_and_masks_and_tables_make_none():
+    assert find_blocks(Toy({"layers": 3}, QuantizedBlock, num_hidden_layers=3)).num_layers == 3
+    with pytest.raises(UnsupportedModelError, match="less than two weight matrices"):
+        find_blocks(Toy({"layers": 3}, MaskedNorms, num_hidden_layers=3))
+
+
 @pytest.mark.parametrize("name", names())
 def test_every_model_of_the_zoo_is_found_on_the_meta_device_or_refused(name):
     model = zoo.build_meta(name)

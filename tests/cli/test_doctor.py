@@ -28,7 +28,15 @@ def test_a_good_model_passes_every_check(checkpoint, tmp_path):
     drawn = (tmp_path / "errors.svg").read_text()
     assert drawn.count("<svg") == 1
     (tmp_path / "errors.svg").unlink()
-    for words in ("blocks", "model.layers", "layer ids", "last layer to logits", "generated and prefilled", "All good"):
+    for words in (
+        "blocks",
+        "model.layers",
+        "layer ids",
+        "last layer to logits",
+        "in chunks",
+        "generated and prefilled",
+        "All good",
+    ):
         assert words in done.output
     assert list(tmp_path.iterdir()) == []
 

@@ -2,15 +2,17 @@
 
 Run as: python tests/faults/all.py [--long] [--vllm-python PYTHON] [--only kills,fuzz,...]
 
-Prints the table of docs/trust.md as it goes. Short, it takes some minutes; with --long 1,000 kills, 60 random states a moment of a
-power loss, 100,000 files and ten minutes of fuzzing: an hour or two. What can't be run here (no vLLM, no atheris) is said, not left
-out. Exit code 1: something delivered wrong rows, hung, was left behind or failed.
+Prints the table of docs/trust.md as it goes. Short, it takes some minutes; with --long 1,000 kills, 200 of the vLLM engine, eight
+starts of its server, 60 random states a moment of a power loss, a million names and ten minutes of fuzzing: more than an hour. What
+can't be run here (no vLLM, no atheris) is said, not left out. Exit code 1: something delivered wrong rows, hung, was left behind or
+failed.
 """
 
 import argparse
 import importlib.util
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -60,22 +62,24 @@ class Runner:
         return _kill_rows(done, "kills")
 
     def vllm(self) -> list[Row]:
+        return self._vllm_kills("vllm", 200 if self.long else 12)
+
+    def server(self) -> list[Row]:
+        return self._vllm_kills("vllm-server", 8 if self.long else 1)
+
+    def _vllm_kills(self, kind: str, rounds: int) -> list[Row]:
         python = self._vllm_python or (sys.executable if importlib.util.find_spec("vllm") else None)
         if python is None:
-            return [Row("kills, vLLM engine", note="not run: vLLM isn't installed here (--vllm-python)")]
-        rounds = "200" if self.long else "12"
-        return _kill_rows(
-            self.run("tests/faults/kills.py", "--only", "vllm", "--rounds", rounds, python=python), "kills, vLLM engine"
-        )
+            return [Row(f"kills, {kind}", note="not run: vLLM isn't installed here (--vllm-python)")]
+        words = ("tests/faults/kills.py", "--only", kind, "--rounds", str(rounds))
+        return _kill_rows(self.run(*words, python=python), "kills")
 
     def power(self) -> list[Row]:
         done = self.run(
             *("-m", "pytest", "-q", "-s", "tests/faults/test_power_loss.py"),
             LAYERTAP_CRASHES="60" if self.long else "2",
         )
-        found = [[int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*", line)] for line in _lines(done, "states")]
-        tried = sum(numbers[1] for numbers in found if len(numbers) > 1)
-        return [_suite_row("power losses (states of a folder)", done, tried or None)]
+        return [_suite_row("power losses (states of a folder)", done, _states(done.stdout))]
 
     def suites(self) -> Iterator[Row]:
         for name in SUITES:
@@ -83,9 +87,10 @@ class Runner:
             yield _suite_row(name.replace("_", " "), done)
 
     def files(self) -> list[Row]:
-        count = 100_000 if self.long else 2_000
-        done = self.run("tests/faults/many_files.py", "--files", str(count))
-        return [Row("files in one folder", count, count if done.returncode == 0 else 0, good=done.returncode == 0)]
+        count, names = (100_000, 1_000_000) if self.long else (2_000, 20_000)
+        done = self.run("tests/faults/many_files.py", "--files", str(count), "--names", str(names))
+        good = done.returncode == 0
+        return [Row("names in one folder", names, names if good else 0, good=good, note=f"{count:,} files written")]
 
     def fuzz(self) -> list[Row]:
         if importlib.util.find_spec("atheris") is None:
@@ -102,6 +107,7 @@ class Runner:
 PARTS: dict[str, Callable[[Runner], Iterable[Row]]] = {
     "kills": Runner.kills,
     "vllm": Runner.vllm,
+    "server": Runner.server,
     "power": Runner.power,
     "suites": Runner.suites,
     "files": Runner.files,
@@ -109,8 +115,9 @@ PARTS: dict[str, Callable[[Runner], Iterable[Row]]] = {
 }
 
 
-def _lines(done: subprocess.CompletedProcess[str], word: str) -> list[str]:
-    return [line for line in done.stdout.splitlines() if word in line]
+def _states(said: str) -> int | None:
+    """How many states of a folder were tried; None where no test got as far as to say it."""
+    return sum(int(number) for number in re.findall(r"\d+ moments, (\d+) states:", said)) or None
 
 
 def _kill_rows(done: subprocess.CompletedProcess[str], name: str) -> list[Row]:
@@ -119,20 +126,21 @@ def _kill_rows(done: subprocess.CompletedProcess[str], name: str) -> list[Row]:
         if not line.startswith("{"):
             continue
         found = json.loads(line)
-        note = (
-            f"{found['rounds']} kills, {found['complete']} complete, {found['told']} told, {found['left_behind']} left"
-        )
-        faultless = not (found["wrong"] or found["hung"] or found["left_behind"])
-        survived = found["complete"] + found["told"]
+        if found["victim"].split()[-1] == "all":
+            continue
+        looked, whole, told = (format(found[key], ",") for key in ("admitted", "complete", "told"))
+        note = f"{looked} paths looked at: {whole} complete, {told} told why not; {found['left_behind']} left behind"
+        faults = found["wrong"] + found["hung"] + found["left_behind"]
+        survived = max(0, found["rounds"] - faults)
         rows.append(
             Row(
                 f"{name}: {found['victim']}",
-                found["admitted"],
+                found["rounds"],
                 survived,
                 found["wrong"],
                 found["hung"],
                 note,
-                faultless,
+                not faults,
             )
         )
     if done.returncode or not rows:
@@ -162,18 +170,43 @@ def main() -> int:
     unknown = [name for name in chosen if name not in PARTS]
     if unknown:
         parser.error(f"--only: {', '.join(unknown)}: known are {', '.join(PARTS)}")
-    runner, good = Runner(arguments.long, arguments.vllm_python), True
-    print("| fault | tried | survived | wrong rows | hangs | |\n|---|---|---|---|---|---|")
+    runner, rows = Runner(arguments.long, arguments.vllm_python), list[Row]()
+    print("| fault | tried | survived | wrong rows | hangs | | `--only` |\n|---|---|---|---|---|---|---|")
     for name in chosen:
         began = time.monotonic()
         for row in PARTS[name](runner):
-            cells = [
-                f"{value:,}" if value is not None else "" for value in (row.tried, row.survived, row.wrong, row.hung)
-            ]
-            print(f"| {row.fault} | {' | '.join(cells)} | {row.note} |", flush=True)
-            good = good and row.good
+            _show(row, name)
+            rows.append(row)
         print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
-    return 0 if good else 1
+    _show(_sum(rows), ",".join(chosen))
+    print(f"\n{_machine()}")
+    return 0 if all(row.good for row in rows) else 1
+
+
+def _show(row: Row, part: str) -> None:
+    cells = [f"{value:,}" if value is not None else "" for value in (row.tried, row.survived, row.wrong, row.hung)]
+    print(f"| {row.fault} | {' | '.join(cells)} | {row.note} | {part} |", flush=True)
+
+
+def _sum(rows: list[Row]) -> Row:
+    """Over all lines; what isn't known of a line that failed is not 0."""
+
+    def total(name: str) -> int | None:
+        values = [getattr(row, name) for row in rows if row.tried is not None]
+        return None if None in values else sum(values)
+
+    failed = sum(not row.good for row in rows)
+    note = f"{failed} of {len(rows)} lines failed" if failed else ""
+    return Row("all", total("tried"), total("survived"), total("wrong"), total("hung"), note, not failed)
+
+
+def _machine() -> str:
+    found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    return (
+        f"{os.cpu_count()} cores ({found[1] if found else platform.machine()}), {memory:.0f} GiB, "
+        f"Linux {platform.release()}, Python {platform.python_version()}"
+    )
 
 
 if __name__ == "__main__":

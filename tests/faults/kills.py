@@ -1,8 +1,9 @@
 """Kill writers, readers, extract jobs, servers and clients with SIGKILL at random moments, and look at what is left.
 
-Run as: python tests/faults/kills.py [--rounds 1000] [--seed 0] [--only writer,reader,job,server,client | --only vllm]
+Run as: python tests/faults/kills.py [--rounds 1000] [--seed 0] [--only writer,reader,job,server,client | vllm | vllm-server]
 
-`--only vllm`, where vLLM is installed, kills its engine, writer and readers, and gives the writer bad disks.
+`--only vllm`, where vLLM is installed, kills its engine, writer and readers, and gives the writer bad disks. `--only vllm-server`
+starts its HTTP server once a round, kills eight clients, and then one of the server's processes.
 
 Prints one line of figures for each kind of victim and one for all. Rows that are wrong, readers that hang and files that stay
 behind must be zero; the exit code says so. Victims are forked from this process, which has all imports and self-tests done.
@@ -31,15 +32,16 @@ KINDS: dict[str, tuple[float, str, str]] = {
 """Share of the rounds, module and function: imported when it is its turn, since the vLLM engine's needs less than all of them."""
 
 
-def run_vllm(rounds: int, seed: int) -> int:
-    """All kinds of victims on the vLLM engine."""
-    import kill_vllm
+VLLM = {"vllm": "kill_vllm", "vllm-server": "kill_vllm_server"}
 
+
+def run_vllm(name: str, rounds: int, seed: int) -> int:
+    """All kinds of victims of the vLLM engine, or of its server."""
     total = Figures()
-    for kind, figures in kill_vllm.run_all(rounds, seed):
-        print(json.dumps({"victim": f"vllm {kind}", **asdict(figures)}), flush=True)
+    for kind, figures in importlib.import_module(VLLM[name]).run_all(rounds, seed):
+        print(json.dumps({"victim": f"{name} {kind}", **asdict(figures)}), flush=True)
         total += figures
-    print(json.dumps({"victim": "vllm all", **asdict(total)}))
+    print(json.dumps({"victim": f"{name} all", **asdict(total)}))
     return 0 if total.faultless else 1
 
 
@@ -51,8 +53,8 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(KINDS))
     arguments = parser.parse_args()
     kinds = arguments.only.split(",")
-    if kinds == ["vllm"]:
-        return run_vllm(arguments.rounds, arguments.seed)
+    if len(kinds) == 1 and kinds[0] in VLLM:
+        return run_vllm(kinds[0], arguments.rounds, arguments.seed)
     whole = sum(KINDS[kind][0] for kind in kinds)
     total = Figures()
     for kind in kinds:

@@ -152,6 +152,11 @@ class PowerLoss:
                 yield moment, way, folder
 
 
+def said(moments: int, states: int) -> str:
+    """What was tried, as the command that runs all faults reads it."""
+    return f"{moments} moments, {states} states:"
+
+
 def _fingerprint(entry: object, numbers: dict[int, int]) -> object:
     if isinstance(entry, _File):
         return numbers.setdefault(id(entry), len(numbers)), tuple(hash(content) for content in entry.contents)

@@ -6,6 +6,7 @@ Whatever happens, a reader gets the rows that were written or a reason, memory s
 import errno
 import os
 import resource
+import shutil
 import threading
 
 import numpy as np
@@ -91,6 +92,21 @@ def test_each_call_that_fails_costs_its_own_request_at_most(tmp_path, monkeypatc
             break
     assert nth < 39
     assert "right" in seen
+
+
+def test_a_folder_that_vanishes_under_a_capture_costs_that_capture_and_is_made_anew(tmp_path):
+    folder, recorder = tmp_path / "gone", make_recorder()
+    rows, ids = make_data(SPEC)
+    capture = recorder.admit(SPEC, request_id="r", path=folder / "a.safetensors")
+    capture.add(Rows(0, 0, ids[:8], slice(0, 2), rows[:8]))
+    shutil.rmtree(folder)
+    capture.add(Rows(0, 8, ids[8:], slice(0, 2), rows[8:]))
+    assert "No such file" in str(capture.finish(ids, "prefill").exception(30))
+    assert outcome(folder / "a.safetensors", rows) == "told"
+    good, _, _ = write_sample(recorder, folder / "b.safetensors", SPEC, seed=1)
+    assert outcome(folder / "b.safetensors", good) == "right"
+    recorder.close()
+    assert recorder.budget.in_flight_bytes == 0
 
 
 def test_a_slow_disk_makes_the_engine_wait_and_memory_stays_bounded(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 from dataset_cases import assert_holds, make_sample, write_dataset
 from file_cases import make_data, make_recorder, make_spec
-from power_loss import PowerLoss
+from power_loss import PowerLoss, said
 
 from layertap.assembly import Rows
 from layertap.datasets.reader import open_dataset
@@ -47,8 +47,9 @@ def test_files_after_a_power_loss_are_right_or_a_reason(tmp_path, fsync):
     (tmp_path / "store").mkdir()
     power = write_files(tmp_path / "store", fsync)
     expected = {seed: make_data(SPEC, seed=seed) for seed in range(3)}
-    counts = Counter()
+    counts, states = Counter(), 0
     for moment, way, folder in power.crashes(tmp_path, PER_MOMENT):
+        states += 1
         for name, seeds in (("a", (0, 2)), ("sub/b", (1,)), ("c", ())):
             promised = fsync and any(f"{name}:{seed}" in moment.promised for seed in seeds)
             try:
@@ -65,7 +66,7 @@ def test_files_after_a_power_loss_are_right_or_a_reason(tmp_path, fsync):
                 assert found == [2]
             counts["right"] += 1
         shutil.rmtree(folder)
-    print(f"fsync={fsync}: {len(power.moments)} moments, {dict(counts)}")
+    print(f"\n{said(len(power.moments), states)} {dict(counts)}, fsync={fsync}")
     assert counts["right"] > 10
     assert counts["told"] > 10
 
@@ -78,11 +79,12 @@ def test_a_data_set_after_a_power_loss_holds_what_was_synced_and_can_be_finished
     with PowerLoss(tmp_path / "store") as power:
         write_dataset(folder, SAMPLES, layout=layout, options=options)
         power.promise("all")
-    counts = Counter()
+    counts, states = Counter(), 0
     for moment, way, crashed in power.crashes(tmp_path, PER_MOMENT):
-        states = crashed / "states"
+        states += 1
+        target = crashed / "states"
         try:
-            held = list(open_dataset(states, verify=True))
+            held = list(open_dataset(target, verify=True))
         except HiddenStatesError:
             assert "all" not in moment.promised, (moment.call, way)
             counts["told"] += 1
@@ -93,8 +95,8 @@ def test_a_data_set_after_a_power_loss_holds_what_was_synced_and_can_be_finished
                 assert item["token_ids"].tolist() == sample.token_ids.tolist()
             assert "all" not in moment.promised or len(held) == len(SAMPLES), (moment.call, way)
             counts["right"] += 1
-        write_dataset(states, SAMPLES, layout=layout)
-        assert_holds(states, SAMPLES)
+        write_dataset(target, SAMPLES, layout=layout)
+        assert_holds(target, SAMPLES)
         shutil.rmtree(crashed)
-    print(f"{layout}: {len(power.moments)} moments, {dict(counts)}")
+    print(f"\n{said(len(power.moments), states)} {dict(counts)}, {layout}")
     assert counts["right"] > 10

@@ -12,6 +12,7 @@ from layertap.files.locks import WriterLock
 from layertap.files.paths import TEMP_SUFFIX, temporary_path
 from layertap.files.read import load_hidden_states
 from layertap.files.reap import reap, remove_idle
+from layertap.files.tags import expire_tags, reserve_tag
 
 
 class AtFlock:
@@ -45,6 +46,16 @@ def test_leftovers_of_a_dead_process_go_and_everything_alive_stays(tmp_path):
     assert (found.temporaries, found.freed_bytes) == ([leftover], 100)
     assert set(os.listdir(tmp_path)) == before - {leftover.name}
     running.fail("end")
+
+
+def test_what_a_killed_process_left_of_a_tags_record_goes_with_the_old_records(tmp_path):
+    record = reserve_tag(str(tmp_path), "mine", "r", [{"hidden_states_path": str(tmp_path / "gone.safetensors")}])
+    leftover = temporary_path(record)
+    leftover.touch()
+    assert expire_tags(str(tmp_path), time.time() - 100) == 0
+    assert leftover.exists()
+    assert expire_tags(str(tmp_path), time.time() + 100) == 1
+    assert not list(record.parent.iterdir())
 
 
 def test_expired_files_go_but_not_while_they_are_written(tmp_path):

@@ -9,7 +9,7 @@ Works on the meta device: nothing is computed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,7 +183,15 @@ def _elements(container: nn.Module) -> list[nn.Module]:
 
 def _is_block(module: nn.Module) -> bool:
     norms = any(is_norm(part) for part in module.modules() if part is not module)
-    return norms and sum(parameter.ndim >= 2 for parameter in module.parameters()) >= 2
+    return norms and sum(1 for _ in _matrices(module)) >= 2
+
+
+def _matrices(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Weights; quantized ones (GPTQ, AWQ) may be buffers of codes."""
+    yield from (parameter for parameter in module.parameters() if parameter.ndim >= 2)
+    for buffer in module.buffers():
+        if buffer.ndim >= 2 and not (buffer.is_floating_point() or buffer.is_complex() or buffer.dtype == torch.bool):
+            yield buffer
 
 
 def _judge(model: nn.Module, path: str, found: nn.Module, root: str, text: Any) -> Candidate:

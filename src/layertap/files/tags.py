@@ -4,6 +4,7 @@
 is asked of the file itself, its lock and its error twin.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from layertap.errors import OptionError
-from layertap.files.paths import temporary_path
+from layertap.files.paths import TEMP_SUFFIX, temporary_path
 
 
 def tag_path(storage: str, tag: str, owner: str = "") -> Path:
@@ -57,10 +58,16 @@ def read_tag(storage: str, tag: str, owner: str = "") -> dict[str, Any] | None:
 def expire_tags(storage: str, older_than: float) -> int:
     """Remove records that were written before a time (seconds since the epoch) and whose files are all gone.
 
+    What a process left that was killed while it wrote a record goes, too.
+
     Returns:
-        How many.
+        How many records.
     """
     removed = 0
+    for path in (Path(storage) / "tags").rglob(f".*{TEMP_SUFFIX}"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < older_than:
+                path.unlink()
     for path in (Path(storage) / "tags").rglob("*.json"):
         try:
             if path.stat().st_mtime >= older_than:

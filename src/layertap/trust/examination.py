@@ -10,6 +10,7 @@ from layertap.llm import LLM
 from layertap.trust.findings import Report
 from layertap.trust.model import examine_model, examine_versions
 from layertap.trust.store import examine_store
+from layertap.trust.versions import examine_faults, examine_ranges
 from layertap.trust.vllm import examine_vllm, start_vllm
 
 
@@ -43,6 +44,7 @@ def examine(
         require_vllm()
     report = Report(model=model, engine=engine)
     examine_versions(report)
+    examine_ranges(report)
     examine_store(report, storage)
     if engine == "vllm":
         _on_vllm(report, model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
@@ -63,6 +65,7 @@ def examine(
                 trust_remote_code=trust_remote_code,
             ) as llm,
         ):
+            examine_faults(report, llm._front.engine.model_type)
             examine_model(report, llm, Path(folder), trust_remote_code=trust_remote_code)
     except LayertapError as exc:
         report.add("model", "load", "bad", str(exc))
@@ -77,4 +80,5 @@ def _on_vllm(report: Report, model: str, *, dtype: str, revision: str | None, tr
             report.add("model", "load", "bad", f"vLLM can't run it here: {exc}")
             return
         with llm:
+            examine_faults(report, str(llm._front._llm.llm_engine.vllm_config.model_config.hf_config.model_type))
             examine_vllm(report, llm, trust_remote_code=trust_remote_code)

@@ -6,7 +6,6 @@ The reference is plain transformers in float32, one prompt at a time (`layertap.
 import importlib.metadata
 import sys
 from pathlib import Path
-from typing import Any
 
 from layertap.datasets.recompute import TOLERANCES, Reference
 from layertap.errors import ExtractionError, LayertapError
@@ -88,7 +87,9 @@ def _generated(
         extra_args={"kv_transfer_params": {"include_output_tokens": True, "layers": "all"}},
     )
     try:
-        report.add("model", "generation", "good", str(_verdict(llm)))
+        verdict = llm._front.engine.verdict()
+        chunked = " (prompts in chunks, against whole ones)" if verdict.way == "batched" else ""
+        report.add("model", "generation", "good", f"{verdict}{chunked}")
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         files = [read_file(output.outputs[0].kv_transfer_params["hidden_states_path"]) for output in outputs]  # type: ignore[index]
     except LayertapError as exc:
@@ -104,7 +105,3 @@ def _generated(
         tolerance,
         f"rows of prompts and of {count} generated tokens",
     )
-
-
-def _verdict(llm: LLM) -> Any:
-    return llm._front.engine.verdict()

@@ -18,6 +18,7 @@ from layertap import load_hidden_states
 from layertap.engines.vllm.orders import OrderDesk
 from layertap.errors import HiddenStatesError
 from layertap.files.locks import WriterLock
+from layertap.files.paths import temporary_path
 
 KILLS = Path(__file__).parents[2] / "faults" / "kills.py"
 
@@ -48,10 +49,12 @@ def read_only(tmp_path_factory):
 @pytest.fixture(scope="module")
 def llm(checkpoint, tmp_path_factory):
     os.environ["LAYERTAP_VLLM_WRITER"] = "process"
+    states = tmp_path_factory.mktemp("states")
+    temporary_path(states / "of-a-killed-engine.safetensors").write_bytes(b"half")
     try:
         with running.running(
             checkpoint,
-            tmp_path_factory.mktemp("states"),
+            states,
             {"allow_custom_save_path": True, "min_free_bytes": 0},
             block_size=32,
         ) as engine:
@@ -62,6 +65,13 @@ def llm(checkpoint, tmp_path_factory):
 
 def generate(llm, inputs, sampling):
     return llm.generate(inputs, sampling, use_tqdm=False)
+
+
+def test_what_a_killed_engine_left_half_written_goes_with_the_next_start(llm, checkpoint):
+    check_a_good_one(llm, checkpoint, 12)  # the writer process is up
+    output = generate(llm, prompts([9], seed=13), params(1))[0]
+    folder = Path(output.kv_transfer_params["hidden_states_path"]).parent
+    wait_until(lambda: not list(folder.glob(".of-a-killed-engine*")))
 
 
 def test_a_full_disk_fails_the_requests_it_hits_and_no_other(llm, checkpoint, small_disk):

@@ -116,6 +116,11 @@ class TransformersEngine:
         """By kind of work: which sequences were computed twice, and what came of it."""
 
     @property
+    def model_type(self) -> str:
+        """As its configuration calls it."""
+        return str(self._source.config.model_type)
+
+    @property
     def spot_check(self) -> SpotCheck:
         """That of `extract`."""
         return self._extractor.spot_check

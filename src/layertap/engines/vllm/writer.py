@@ -14,6 +14,7 @@ import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from layertap.engines.vllm.rowmap import Chunk
 from layertap.engines.vllm.shared import SharedCells
 from layertap.engines.vllm.tap import Step
 from layertap.engines.vllm.unpack import GatherRoom
+from layertap.files.reap import reap
 from layertap.writing.recorder import Capture, Recorder
 from layertap.writing.shipping import is_object_store
 
@@ -63,11 +65,23 @@ class WriterSetup:
 
 
 def make_recorder(setup: WriterSetup) -> Recorder:
-    """The corridor of a worker."""
+    """The corridor of a worker. What a killed one left half-written goes in the background: plain `vllm serve` has no reaper."""
     recorder = Recorder(setup.options, model=setup.model, num_layers=setup.num_layers, facts=setup.facts)
     if is_object_store(setup.options.handover):
         recorder.ship_to(setup.options.handover)
+    folder = Path(setup.options.shared_storage_path)
+    threading.Thread(target=_sweep, args=(folder,), name="layertap-sweep", daemon=True).start()
     return recorder
+
+
+def _sweep(folder: Path) -> None:
+    try:
+        found = reap(folder)
+    except OSError as exc:  # mostly: the folder isn't there yet
+        logger.debug("layertap: nothing was swept in %s: %s", folder, exc)
+    else:
+        if found.temporaries:
+            logger.info("layertap: %d half-written files of dead writers removed", len(found.temporaries))
 
 
 class Writer:
