@@ -113,7 +113,9 @@ def main() -> None:
     cost: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder, "model"), args.layers, args.hidden)
-        options = GenerationOptions(max_num_seqs=args.num_prompts, max_num_batched_tokens=8192, kv_cache_bytes=2**26)
+        options = GenerationOptions(
+            max_num_seqs=args.num_prompts, max_num_batched_tokens=8192, kv_cache_bytes=args.layers * 2**23
+        )
         llm = layertap.LLM(
             Path(folder, "model"), dtype="float32", device="cpu", layers="all", storage=Path(folder, "rows"),
             generation=options, spot_check=0,
