@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from layertap.engines.transformers import internals
-from layertap.engines.transformers.internals import PagedRunner, private_view, set_attention
+from layertap.engines.transformers.attention import private_view
+from layertap.engines.transformers.internals import PagedRunner, set_attention
 from layertap.errors import EngineError
 from layertap.testing import zoo
 

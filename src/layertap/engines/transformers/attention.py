@@ -132,10 +132,10 @@ def private_view(model: ModuleT, implementation: str | None = None) -> ModuleT:
     """
     shared = chain(model.parameters(), model.buffers(), _kept_apart(model))
     memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
+    # Empty already in the copy: a hook may be a method of something that must not be copied along.
+    hooks = (table for module in model.modules() for table in (module._forward_hooks, module._forward_pre_hooks))
+    memo |= {id(table): type(table)() for table in hooks}
     view = copy.deepcopy(model, memo)
-    for module in view.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            hooks.clear()
     if implementation is not None:
         for config in configurations(view):
             config._attn_implementation = implementation

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from layertap.capture.blocks import Blocks, find_blocks
-from layertap.engines.transformers.attention import configurations
-from layertap.engines.transformers.internals import private_view, set_attention
+from layertap.engines.transformers.attention import configurations, private_view
+from layertap.engines.transformers.internals import set_attention
 from layertap.engines.transformers.paged import PAGED
 
 __all__ = ["Bench"]
@@ -47,7 +47,9 @@ class Bench:
 
     def view(self, attention: str) -> tuple[nn.Module, Blocks]:
         """A private view that runs with `attention`, and its blocks."""
-        model = private_view(self.model)
+        # accelerate moves a model's weights through hooks of its own: such a model runs itself
+        has_own_hooks = any(hasattr(module, "_hf_hook") for module in self.model.modules())
+        model = self.model if has_own_hooks else private_view(self.model)
         set_attention(model, attention)
         if self.near_thresholds:
             _bring_near(model)

@@ -9,7 +9,6 @@ attribute, never a wrong row. Written for 5.17 to 5.19: 5.17 calls the page size
 `paged|sdpa`.
 """
 
-import copy
 import dataclasses
 import inspect
 from collections.abc import Callable
@@ -26,26 +25,12 @@ from transformers.generation.utils import GenerationMode
 from layertap.engines.transformers.paged import PAGED, register_paged
 from layertap.errors import EngineError
 
-__all__ = ["OneSequence", "PagedRunner", "Scheduled", "private_view", "set_attention"]
+__all__ = ["OneSequence", "PagedRunner", "Scheduled", "set_attention"]
 
 _FULL = "FullAttentionCacheAllocator"
 """What keeps blocks of all tokens; others keep windows."""
 _FORGOTTEN_LATE = 64
 """Sequences that have ended, whose places in the cache may still be known."""
-
-
-def private_view(model: nn.Module) -> nn.Module:
-    """The same weights under modules and a config of one's own.
-
-    Switching the attention of the view, or hooking its blocks, doesn't reach whoever else runs the model.
-    """
-    if any(hasattr(module, "_hf_hook") for module in model.modules()):
-        return model  # accelerate moves such a model's weights through its own hooks
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    hooks = [(module._forward_hooks, module._forward_pre_hooks) for module in model.modules()]
-    # A hook is a bound method of something that must not be copied along.
-    memo: dict[int, Any] = {**shared, **{id(table): type(table)() for pair in hooks for table in pair}}
-    return copy.deepcopy(model, memo)
 
 
 def set_attention(model: Any, implementation: str) -> None:
