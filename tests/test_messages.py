@@ -220,6 +220,7 @@ COMMANDS = {
     ),
     "no size": ("serve MODEL --max-storage-bytes much", 2, "--max-storage-bytes|such as 2GiB"),
     "no seconds": ("serve MODEL --ttl-seconds long", 2, "--ttl-seconds|seconds or none"),
+    "no such port": ("serve MODEL --layers 1 --port 99999", 2, "--port|65535"),
     "misspelt": ("serve MODEL --api-ke x", 2, "--api-ke|did you mean --api-key?"),
     "fewer than no samples": ("verify states --sample -1", 2, "--sample"),
     "no tokenizer": ("inspect states --tokenizer full", 2, "tokenizer: can't read that of full"),

@@ -62,7 +62,7 @@ MaxModelLen = Annotated[
 MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Most tokens of one forward.", rich_help_panel=MODEL)]
 
 Host = Annotated[str, typer.Option(help="0.0.0.0 is reached from other machines.", rich_help_panel=HTTP)]
-Port = Annotated[int, typer.Option(help="0 takes a free one.", rich_help_panel=HTTP)]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.", rich_help_panel=HTTP)]
 ApiKey = Annotated[
     list[str] | None,
     typer.Option(help=f"Asked of every request but /health (again for more); or ${KEY_ENV}.", rich_help_panel=HTTP),

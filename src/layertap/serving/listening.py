@@ -22,6 +22,8 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         OptionError: the address can't be had.
     """
+    if not 0 <= port <= 65535:  # it would be cut to 16 bits without a word
+        raise OptionError(f"port: expected 0 to 65535, got {port}")
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         claimed = socket.socket(family, kind)

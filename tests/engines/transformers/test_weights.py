@@ -121,6 +121,13 @@ def test_a_corrupt_weight_file_is_named(tmp_path, content):
         Weights(open_model(folder)).at_least(1)
 
 
+def test_a_pointer_of_git_lfs_is_told_from_a_corrupt_file(tmp_path):
+    folder = zoo.save("llama", tmp_path)
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(ModelError, match=r"model\.safetensors only points to the weights.*git lfs pull"):
+        Weights(open_model(folder)).at_least(1)
+
+
 def test_a_folder_without_weights_is_an_error(tmp_path):
     folder = zoo.save("llama", tmp_path)
     (folder / "model.safetensors").unlink()

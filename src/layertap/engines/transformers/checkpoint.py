@@ -10,7 +10,7 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from layertap.errors import ModelError
 
 __all__ = ["checkpoint_for"]
 
+_GIT_LFS = b"version https://git-lfs.github.com"
 _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
@@ -107,4 +108,11 @@ def _check_headers(files: list[Path]) -> None:
             with safe_open(file, framework="pt"):
                 pass
         except (SafetensorError, OSError) as exc:
-            raise ModelError(f"{file} is corrupt: {exc}") from exc
+            raise ModelError(f"{file} {_what_is_wrong(file, exc)}") from exc
+
+
+def _what_is_wrong(file: Path, exc: Exception) -> str:
+    with suppress(OSError), file.open("rb") as opened:
+        if opened.read(len(_GIT_LFS)) == _GIT_LFS:
+            return "only points to the weights, which Git LFS keeps: run 'git lfs pull' in its folder"
+    return f"is corrupt: {exc}"
