@@ -43,6 +43,24 @@ def test_every_fence_says_what_it_is(page):
     assert {kind for kind, _ in fences(page)} <= RUN | SHOWN
 
 
+def headings(page):
+    """Anchors as GitHub makes them."""
+    text = FENCE.sub("", page.read_text())
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text())):
+        if re.match(r"\w+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        linked = page.parent / file if file else page
+        assert linked.exists(), target
+        assert not anchor or anchor in headings(linked), target
+
+
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if any(kind in RUN for kind, _ in fences(page))], ids=lambda page: page.name
 )
