@@ -1,10 +1,13 @@
 """What a server is set up to do, beyond the store's options."""
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from layertap.errors import OptionError
+
+logger = logging.getLogger(__name__)
 
 KEY_ENV, VLLM_KEY_ENV = "LAYERTAP_API_KEY", "VLLM_API_KEY"
 
@@ -13,8 +16,11 @@ def api_keys(given: Sequence[str] | None) -> tuple[str, ...]:
     """The keys of a command line, else the environment's; vLLM's variable counts, too, since whoever set it relies on it."""
     if given:
         return tuple(given)
-    found = os.environ.get(KEY_ENV) or os.environ.get(VLLM_KEY_ENV)
-    return (found,) if found else ()
+    for name in (KEY_ENV, VLLM_KEY_ENV):
+        if key := os.environ.get(name):
+            logger.info("the API key is that of %s", name)
+            return (key,)
+    return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
