@@ -135,11 +135,12 @@ def points_of_8b(model: Model, wanted: list[str], longest: int) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(SWEEPS))
-    parser.add_argument("--tokens", type=int, default=131_072)
+    parser.add_argument("--tokens", type=int, help="of each point; default 131,072, with --tiny 512")
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--longest", type=int, default=32_768)
     parser.add_argument("--tiny", action="store_true", help="small models and little work, to try it on the CPU")
     arguments = parser.parse_args()
+    arguments.tokens = arguments.tokens or (512 if arguments.tiny else 131_072)
     wanted = arguments.only.split(",")
     unknown = (set(wanted) - set(SWEEPS)) | (set(arguments.sizes.split(",")) - SIZES.keys())
     if unknown:

@@ -392,10 +392,10 @@ class Request:
             if delta.finish_reason is not None:
                 output.finish_reason = delta.finish_reason
                 output.stop_reason = delta.stop_reason
+                self.output.finished = all(other.finished() for other in self.output.outputs)
             if delta.error is not None and self.error is None:
                 self.error = delta.error
             self.output.num_cached_tokens = delta.num_cached_tokens
-            self.output.finished = all(other.finished() for other in self.output.outputs)
             finished = self.output.finished
         if finished:
             self._on_end(self)

@@ -79,7 +79,7 @@ class TopLogprobs:
     entries: dict[int, tuple[float, int]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: a step makes hundreds
 class Delta:
     """What one step added to one sequence.
 

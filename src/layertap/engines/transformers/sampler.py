@@ -68,7 +68,7 @@ class TokenLogprob:
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: a step makes hundreds
 class Draw:
     """What came out for one row.
 
