@@ -4,6 +4,9 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from layertap.engines.base import Delta, GenerateJob, ModelInfo, TopLogprobs
 from layertap.engines.transformers.detokenize import Detokenizer
 from layertap.engines.transformers.sampler import Draw, SamplerRow, SamplingRules, TokenLogprob
@@ -77,8 +80,7 @@ def start(job: GenerateJob, info: ModelInfo, tokenizer: Any) -> Running:
         PromptError: the prompt can't be run.
         OptionError: an option can't be honoured; it is named.
     """
-    prompt_ids = [int(token_id) for token_id in job.prompt_ids]
-    _check_prompt(prompt_ids, info)
+    prompt_ids = _checked_prompt(np.asarray(job.prompt_ids, np.int64), info)
     params = job.params
     text = None
     if tokenizer is not None and params.detokenize:
@@ -104,17 +106,19 @@ def start(job: GenerateJob, info: ModelInfo, tokenizer: Any) -> Running:
     )
 
 
-def _check_prompt(prompt_ids: list[int], info: ModelInfo) -> None:
-    if not prompt_ids:
+def _checked_prompt(prompt_ids: NDArray[np.int64], info: ModelInfo) -> list[int]:
+    if not len(prompt_ids):
         raise PromptError("the prompt is empty: at least one token is needed")
     if len(prompt_ids) >= info.max_model_len:
         raise PromptError(
             f"the prompt has {len(prompt_ids)} tokens; with one generated token that is more than the "
             f"{info.max_model_len} that {info.model} allows"
         )
-    outside = [token_id for token_id in prompt_ids if not 0 <= token_id < info.vocab_size]
-    if outside:
+    outside = prompt_ids[(prompt_ids < 0) | (prompt_ids >= info.vocab_size)]
+    if len(outside):
         raise PromptError(f"token id {outside[0]} is outside of the vocabulary: ids are 0 to {info.vocab_size - 1}")
+    found: list[int] = prompt_ids.tolist()
+    return found
 
 
 def _stop_rules(job: GenerateJob, info: ModelInfo) -> StopRules:
