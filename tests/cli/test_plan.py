@@ -8,9 +8,10 @@ from layertap.cli.app import make_app
 from layertap.cli.plan import lines_of
 from layertap.datasets.extraction import RunOptions, extract_dataset
 from layertap.datasets.inputs import open_input
-from layertap.datasets.plan import make_plan
+from layertap.datasets.plan import _tokens_per_second, make_plan
 from layertap.datasets.reader import open_dataset
 from layertap.datasets.writer import ShardOptions
+from layertap.prompts import Prompt
 from layertap.testing import zoo
 
 
@@ -67,6 +68,26 @@ def test_fewer_layers_run_fewer_blocks_and_options_say_what_they_save(model, cha
     assert saved["--positions trained"] < last.disk_bytes
     half = make_plan(model, open_input(chats), RunOptions(layers=[0, -1], save_dtype="bfloat16"), tmp_path)
     assert saved["--save-dtype bfloat16"] == half.disk_bytes
+
+
+def test_a_measurement_runs_no_more_than_its_time_allows_but_for_the_first_part(model):
+    ran = []
+
+    class Watched:
+        def __init__(self, llm):
+            self._llm = llm
+
+        def extract(self, prompts, **options):
+            for sample in self._llm.extract(prompts, **options):
+                ran.append(len(sample.token_ids))
+                yield sample
+
+    prompts = [Prompt(token_ids=[9] * 30), Prompt(token_ids=[9] * 50)]
+    with LLM(model, dtype="float32", device="cpu") as llm:
+        for seconds, most in ((0.0, 512 + 50), (0.5, 10**9)):
+            ran.clear()
+            assert _tokens_per_second(Watched(llm), prompts, (0, 2), RunOptions(layers=[0, 2]), seconds) > 0
+            assert 512 <= sum(ran) <= most
 
 
 def test_the_command_says_it_in_words_and_writes_nothing(model, chats, tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import itertools
 import random
 import shutil
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 _READ_RECORDS = 200_000
 _SHARING_WINDOWS = 2
 _COMPRESSED_SAMPLES = 32
+_FIRST_MEASURED_TOKENS = 512
 # a token id, a digest in the header, and the sample's line of the index
 _TOKEN_BYTES = 8 + 10.7
 _INDEX_BYTES = 60
@@ -335,11 +337,11 @@ def _measure(
     from layertap.llm import LLM
 
     with LLM(model, layers=layers, **engine_options) as llm:
-        _tokens_per_second(llm, prompts[:8], layers, options, seconds)  # warm up
         speed = _tokens_per_second(llm, prompts, layers, options, seconds)
+        few = list(_first_tokens(prompts, round(speed * seconds)))
         saved = options.save_dtype
-        rounding = [] if saved in (None, llm.info.dtype) else rounding_errors(llm, prompts, layers, saved)
-        return speed, rounding, _try_compression(llm, prompts, layers, saved)
+        rounding = [] if saved in (None, llm.info.dtype) else rounding_errors(llm, few, layers, saved)
+        return speed, rounding, _try_compression(llm, few, layers, saved)
 
 
 def _try_compression(
@@ -361,15 +363,26 @@ def _try_compression(
 def _tokens_per_second(
     llm: "LLM", prompts: list["Prompt"], layers: tuple[int, ...], options: RunOptions, seconds: float
 ) -> float:
-    tokens = 0
+    """Run ever more tokens while there is time; the last and largest part counts, those before it warm up."""
     started = time.monotonic()
+    endless = itertools.cycle(prompts)
+    wanted = _FIRST_MEASURED_TOKENS
+    while True:
+        began = time.monotonic()
+        part = _first_tokens(endless, wanted)
+        tokens = sum(
+            len(sample.result.token_ids) for sample in llm.extract(part, layers=layers, save_dtype=options.save_dtype)
+        )
+        now = time.monotonic()
+        if now - started + 2 * (now - began) > seconds:
+            return tokens / (now - began)
+        wanted *= 2
 
-    def while_there_is_time() -> Any:
-        for prompt in itertools.cycle(prompts):
-            if time.monotonic() - started > seconds:
-                return
-            yield prompt
 
-    for sample in llm.extract(while_there_is_time(), layers=layers, save_dtype=options.save_dtype):
-        tokens += len(sample.result.token_ids)
-    return tokens / (time.monotonic() - started)
+def _first_tokens(prompts: Iterable["Prompt"], tokens: int) -> Iterator["Prompt"]:
+    """The first prompts, until they have so many tokens; at least one."""
+    for prompt in prompts:
+        yield prompt
+        tokens -= len(prompt.token_ids)
+        if tokens <= 0:
+            return
