@@ -58,6 +58,16 @@ class Piece:
     first_slot: int
     data: NDArray[np.uint8]
 
+    def blocks(self, most_bytes: int) -> "Iterator[Piece]":
+        """The same in blocks of whole rows of at most so many bytes, but of one row at least."""
+        count = len(self.data)
+        size = max(1, most_bytes * count // self.data.nbytes) if self.data.nbytes else count
+        if size >= count:
+            yield self
+            return
+        for begin in range(0, count, size):
+            yield Piece(self.row + begin, self.first_slot, self.data[begin : begin + size])
+
 
 class Assembly:
     """The state of one sample: which (position, slot) is there, from which step, with which input id.
@@ -99,7 +109,10 @@ class Assembly:
         stored_steps = self._steps[target, first:stop]
         if not (stored_steps >= 0).any():  # the common case: nothing of it was seen before
             stored_steps[:] = rows.step
-            self._note_ids(target, rows.input_ids[source], rows.step)
+            if stop - first == len(spec.layers):
+                self._ids[target], self._id_steps[target] = rows.input_ids[source], rows.step
+            else:  # another stage may have brought other layers of a later step
+                self._note_ids(target, rows.input_ids[source], rows.step)
             return [Piece(target.start, first, rows.data[source])]
         self.replayed_rows += int((stored_steps >= 0).any(axis=1).sum())
         newer = rows.step >= stored_steps
@@ -117,6 +130,11 @@ class Assembly:
         if num_rows <= have:
             return
         more = min(max(num_rows, 2 * have, _LEAST_ROWS), len(self._candidates)) - have
+        if not have:
+            self._ids = np.zeros(more, np.int64)
+            self._id_steps = np.full(more, -1, np.int64)
+            self._steps = np.full((more, self._steps.shape[1]), -1, np.int64)
+            return
         self._ids = np.concatenate([self._ids, np.zeros(more, np.int64)])
         self._id_steps = np.concatenate([self._id_steps, np.full(more, -1, np.int64)])
         self._steps = np.concatenate([self._steps, np.full((more, self._steps.shape[1]), -1, np.int64)])

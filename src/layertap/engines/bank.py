@@ -7,7 +7,8 @@ together: when its part is full, when a row isn't the next one, or when it ends.
 The copy is NumPy's, which moves whole rows; torch's `index_copy_` goes byte by byte and took thirty times as long.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +27,8 @@ class Gathered:
         step: the last step among them.
         start: position of the first row.
         input_ids: int64 [n].
-        data: uint8 [n, layers, bytes of a row], its own memory.
+        data: uint8 [n, layers, bytes of a row].
+        release: to be called once, from any thread, when `data` isn't needed any more; None where it is a copy.
     """
 
     request_id: str
@@ -34,10 +36,14 @@ class Gathered:
     start: int
     input_ids: NDArray[np.int64]
     data: NDArray[np.uint8]
+    release: Callable[[], None] | None
 
 
 class Bank:
     """A buffer of `num_slots` requests with the same number of layers.
+
+    Rows that go on stay where they are until they are written, and their request gets a spare place; they are copied only where
+    none is free.
 
     Args:
         num_slots: requests at most.
@@ -49,6 +55,8 @@ class Bank:
     def __init__(self, num_slots: int, num_layers: int, cell_bytes: int, limit_bytes: int) -> None:
         row_bytes = num_layers * cell_bytes
         worth = min(MAX_ROWS, max(LEAST_ROWS, MAX_BYTES // max(1, row_bytes)))
+        self._num_requests = num_slots
+        num_slots += num_slots // 2
         self.rows = max(1, min(worth, limit_bytes // max(1, num_slots * row_bytes)))
         self._num_layers = num_layers
         # touched only as far as it is used
@@ -63,7 +71,8 @@ class Bank:
 
     def has_room(self, request_ids: Sequence[str]) -> bool:
         """Whether these requests, of which some may be known, all find a slot."""
-        return sum(request_id not in self._slots for request_id in request_ids) <= len(self._free)
+        missing = sum(request_id not in self._slots for request_id in request_ids)
+        return missing + len(self._slots) <= self._num_requests
 
     def add(
         self,
@@ -84,9 +93,11 @@ class Bank:
             input_ids: fed at these positions.
             cells: uint8 [cells, bytes] of the step.
         """
-        slots = np.fromiter((self._slot(request_id) for request_id in request_ids), np.int64, len(request_ids))
+        slots = self._slots_of(request_ids)
         interrupted = (self._count[slots] > 0) & (positions != self._start[slots] + self._count[slots])
         out = [self._take(int(slot)) for slot in slots[interrupted]]
+        if out:
+            slots = self._slots_of(request_ids)
         fresh = self._count[slots] == 0
         self._start[slots[fresh]] = positions[fresh]
         filled = self._count[slots]
@@ -118,6 +129,9 @@ class Bank:
         found: NDArray[np.uint8] = cells[first_cells[:, None] + np.arange(width)]
         return found
 
+    def _slots_of(self, request_ids: Sequence[str]) -> NDArray[np.int64]:
+        return np.fromiter((self._slot(request_id) for request_id in request_ids), np.int64, len(request_ids))
+
     def _slot(self, request_id: str) -> int:
         slot = self._slots.get(request_id)
         if slot is None:
@@ -127,10 +141,14 @@ class Bank:
 
     def _take(self, slot: int) -> Gathered:
         count, self._count[slot] = int(self._count[slot]), 0
+        name, data = self._names[slot], self._data[slot, :count]
+        release: Callable[[], None] | None = None
+        if len(self._free) > self._num_requests - len(self._slots):  # the others are for requests that come
+            self._slots[name] = other = self._free.pop()
+            self._names[other] = name
+            release = functools.partial(self._free.append, slot)
+        else:
+            data = data.copy()
         return Gathered(
-            self._names[slot],
-            int(self._step[slot]),
-            int(self._start[slot]),
-            self._ids[slot, :count].copy(),
-            self._data[slot, :count].copy(),
+            name, int(self._step[slot]), int(self._start[slot]), self._ids[slot, :count].copy(), data, release
         )

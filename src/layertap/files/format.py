@@ -36,6 +36,7 @@ ALIGNMENT = 4096
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", FP8: "U8"}
 _ZERO_DIGEST = "0" * 32
+_DIGEST_KEY = b'"digest":"'
 _DIGEST_CHARS_PER_ROW = 10.7  # base64 of 8 bytes
 
 
@@ -175,7 +176,10 @@ def encode_header(info: FileInfo, digests: NDArray[np.uint64], reserve: int) -> 
         ValueError: the header doesn't fit; a bug of the caller's reserve.
     """
     raw = digests.astype("<u8").tobytes()
-    body = _encode_json(info, raw, _digest(_encode_json(info, raw, _ZERO_DIGEST), raw))
+    zeroed = _encode_json(info, raw, _ZERO_DIGEST)
+    # inside of a string the quotes would be escaped: this is the key, and it is there once
+    before, key, after = zeroed.partition(_DIGEST_KEY)
+    body = b"".join((before, key, _digest(zeroed, raw).encode(), after[len(_ZERO_DIGEST) :]))
     room = reserve - 8
     if len(body) > room:
         raise ValueError(f"the header takes {len(body)} bytes, {room} were reserved")
@@ -334,8 +338,11 @@ def _encode_json(info: FileInfo, raw_digests: bytes, digest: str) -> bytes:
     return _json_bytes(header)
 
 
+_encoder = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
+
+
 def _json_bytes(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+    return _encoder.encode(value).encode()
 
 
 def _digest(zeroed_header: bytes, raw_digests: bytes) -> str:

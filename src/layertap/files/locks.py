@@ -10,6 +10,7 @@ failure can still be written into it.
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import os
 import socket
@@ -242,13 +243,18 @@ def read_note(path: Path) -> bytes:
 
 
 def _identify(pid: int) -> dict[str, str | int]:
-    return {
-        "pid": pid,
-        "start": start_time(pid),
-        "host": socket.gethostname(),
-        "boot": _read("/proc/sys/kernel/random/boot_id"),
-        "pids": _pid_namespace(),
-    }
+    start, boot, pids = _facts_of(pid)
+    return {"pid": pid, "start": start, "host": socket.gethostname(), "boot": boot, "pids": pids}
+
+
+@functools.lru_cache(maxsize=1)
+def _facts_of(pid: int) -> tuple[str, str, str]:
+    # these never change for a living process, and a lock is taken for every file
+    return start_time(pid), _read("/proc/sys/kernel/random/boot_id"), _pid_namespace()
+
+
+# a child may have its parent's number, in a pid namespace of its own
+os.register_at_fork(after_in_child=_facts_of.cache_clear)
 
 
 def _pid_namespace() -> str:

@@ -105,19 +105,24 @@ class PendingFile:
 
     def read_back(self, row: int, num_rows: int) -> NDArray[np.uint8]:
         """Rows that were written, uint8 [num_rows, bytes of a row]."""
-        row_bytes = self._info.row_bytes
-        out = np.empty((num_rows, row_bytes), np.uint8)
-        view, offset, done = (
-            out.data.cast("B") if out.size else memoryview(b""),
-            self._reserve + row * row_bytes,
-            0,
-        )
+        out = np.empty((num_rows, self._info.row_bytes), np.uint8)
+        self._fill(out, row * self._info.row_bytes)
+        return out
+
+    def read_slot(self, row: int, slot: int) -> NDArray[np.uint8]:
+        """One layer of a row that was written, uint8 [bytes of a slot]."""
+        size = self._info.row_bytes // len(self._info.layers)
+        out = np.empty(size, np.uint8)
+        self._fill(out, row * self._info.row_bytes + slot * size)
+        return out
+
+    def _fill(self, out: NDArray[np.uint8], offset: int) -> None:
+        view, done = (out.data.cast("B") if out.size else memoryview(b"")), 0
         while done < len(view):
-            got = os.preadv(self._fd, [view[done:]], offset + done)
+            got = os.preadv(self._fd, [view[done:]], self._reserve + offset + done)
             if got == 0:
                 raise OSError(errno.EIO, "rows that were written can't be read back", str(self.temporary))
             done += got
-        return out
 
     def publish(
         self,

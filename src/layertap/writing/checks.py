@@ -13,7 +13,7 @@ That a row is of the right token and there exactly once is the assembly's busine
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import xxhash
@@ -32,6 +32,8 @@ _UNWRITTEN = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 _FEW_TOKENS = 4
 _MOST_SEEN = 1 << 16
 _MOST_COMPARED = 256
+_BLOCK_BYTES = 1 << 19
+"""Looked at twice in turn: little enough that the second look finds it in the cache."""
 _INTEGERS: dict[int, tuple[type[np.signedinteger[Any]], type[np.unsignedinteger[Any]]]] = {
     1: (np.int8, np.uint8),
     2: (np.int16, np.uint16),
@@ -58,7 +60,12 @@ def finite(data: NDArray[np.uint8], dtype: str) -> bool:
     exponent, itemsize = EXPONENT_BITS[dtype], SAVE_DTYPES[dtype]
     signed, unsigned = _INTEGERS[itemsize]
     sign = 1 << (8 * itemsize - 1)
-    return bool(data.view(signed).max() < exponent) and bool(data.view(unsigned).max() < (sign | exponent))
+    stride = max(1, _BLOCK_BYTES // data[0].nbytes)
+    for begin in range(0, len(data), stride):
+        block = data[begin : begin + stride]
+        if block.view(signed).max() >= exponent or block.view(unsigned).max() >= sign | exponent:
+            return False
+    return True
 
 
 _RANGES = {
@@ -68,6 +75,9 @@ _RANGES = {
     FP8: "as the model computed them: if its dtype is float16, which ends at 65504, load it with bfloat16 or float32",
 }
 """What may have been left, and what to do, by the dtype that is saved."""
+
+
+Read: TypeAlias = Callable[[int, int], NDArray[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +109,7 @@ class SeenRows:
 
     def note(self, layer: int, row: NDArray[np.uint8], token_id: int, request_id: str) -> str | None:
         """Remember a row; return the request that has had the same bytes for another token."""
-        digest = xxhash.xxh3_64_intdigest(row.tobytes(), seed=layer)
+        digest = xxhash.xxh3_64_intdigest(np.ascontiguousarray(row), seed=layer)
         place = digest % len(self._requests)
         with self._lock:
             same = int(self._digests[place]) == digest and int(self._tokens[place]) != token_id
@@ -128,8 +138,10 @@ class RowChecks:
     def look(self, piece: Piece, *, all_finite: bool = False) -> None:
         """See a piece on its way to the sink; `all_finite` where the engine has looked at every value itself."""
         num_rows, num_slots, slot_bytes = piece.data.shape
-        marks = np.zeros((num_rows, num_slots, MARK_BYTES), np.uint8)
-        marks[:, :, : min(slot_bytes, MARK_BYTES)] = piece.data[:, :, :MARK_BYTES]
+        marks = piece.data[:, :, :MARK_BYTES]
+        if slot_bytes < MARK_BYTES:
+            marks = np.zeros((num_rows, num_slots, MARK_BYTES), np.uint8)
+            marks[:, :, :slot_bytes] = piece.data
         slots = slice(piece.first_slot, piece.first_slot + num_slots)
         self._marks[piece.row : piece.row + num_rows, slots] = marks.view(np.uint64)[:, :, 0]
         if self._broken:  # a replay may bring better ones
@@ -142,13 +154,13 @@ class RowChecks:
                 if not finite(piece.data[i, s], self._spec.dtype)
             }
 
-    def settle(self, first_row: int, token_ids: NDArray[np.int64], read: Callable[[int], NDArray[np.uint8]]) -> None:
+    def settle(self, first_row: int, token_ids: NDArray[np.int64], read: Read) -> None:
         """Judge the rows that are owed.
 
         Args:
             first_row: row of the first.
             token_ids: their tokens.
-            read: gives a row that was stored, uint8 [layers, bytes of a slot].
+            read: gives a slot of a row that was stored, uint8 [bytes of a slot].
 
         Raises:
             EngineError: rows that no model gives.
@@ -184,7 +196,7 @@ class RowChecks:
         first_row: int,
         token_ids: NDArray[np.int64],
         others: NDArray[np.bool_],
-        read: Callable[[int], NDArray[np.uint8]],
+        read: Read,
     ) -> None:
         """Zero or repeated rows behind a different one; or nothing but one row for many tokens."""
         marks = self._marks[first_row : first_row + len(token_ids), slot]
@@ -197,27 +209,25 @@ class RowChecks:
         elif self._spec.layers[slot] == 0:
             return  # tokens may share an embedding, also one of zeros
         zeros = (np.flatnonzero(marks[start:] == 0) + start).tolist()[:_MOST_COMPARED]
-        zeros = [i for i in zeros if not read(first_row + i)[slot].any()]
+        zeros = [i for i in zeros if not read(first_row + i, slot).any()]
         if len({int(token_ids[i]) for i in zeros}) > 1:
             raise EngineError(f"{len(zeros)} rows are all zero, first at {self._where(first_row + zeros[0], slot)}")
         pairs = (np.flatnonzero((marks[1:] == marks[:-1]) & others) + 1).tolist()
         for i in [i for i in pairs if i > start][:_MOST_COMPARED]:
-            if np.array_equal(read(first_row + i)[slot], read(first_row + i - 1)[slot]):
+            if np.array_equal(read(first_row + i, slot), read(first_row + i - 1, slot)):
                 raise EngineError(
                     f"the row at {self._where(first_row + i, slot)} is the same as the one before it, which is of another token"
                 )
 
-    def _refuse_foreign(
-        self, first_row: int, token_ids: NDArray[np.int64], read: Callable[[int], NDArray[np.uint8]]
-    ) -> None:
-        slot = int(np.argmax(self._spec.layers))
-        layer = self._spec.layers[slot]
+    def _refuse_foreign(self, first_row: int, token_ids: NDArray[np.int64], read: Read) -> None:
+        layer = max(self._spec.layers)
+        slot = self._spec.layers.index(layer)
         if layer == 0:
             return
         for i in {min(1, len(token_ids) - 1), len(token_ids) // 2, len(token_ids) - 1}:
             if first_row + i + self._spec.candidates.start == 0:
                 continue  # the first token sees nothing but itself: tokens that share an embedding share this row
-            other = self._seen.note(layer, read(first_row + i)[slot], int(token_ids[i]), self._request_id)
+            other = self._seen.note(layer, read(first_row + i, slot), int(token_ids[i]), self._request_id)
             if other is not None:
                 raise EngineError(
                     f"the row at {self._where(first_row + i, slot)} is byte for byte one of request {other}, which had another "

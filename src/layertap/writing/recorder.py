@@ -33,6 +33,7 @@ from layertap.writing.sinks import FileSink, MemorySink, Result, Sink
 
 logger = logging.getLogger(__name__)
 
+_BLOCK_BYTES = 1 << 20
 _MOST_QUARANTINED = 16
 """A fault that hits every request must not fill the disk with what it spoilt."""
 
@@ -135,10 +136,11 @@ class Capture:
 
     def _store(self, pieces: Sequence[Piece], rows: Rows) -> None:
         for piece in pieces:
-            self._checks.look(piece, all_finite=rows.all_finite)
-            first = piece.row + self._assembly.base - rows.start
-            part = slice(first, first + len(piece.data))
-            self._sink.write(piece, rows.input_ids[part], None if rows.digests is None else rows.digests[part])
+            for block in piece.blocks(_BLOCK_BYTES):  # checked, hashed and written while it is in the cache
+                self._checks.look(block, all_finite=rows.all_finite)
+                first = block.row + self._assembly.base - rows.start
+                part = slice(first, first + len(block.data))
+                self._sink.write(block, rows.input_ids[part], None if rows.digests is None else rows.digests[part])
 
     def finish(
         self,
@@ -170,7 +172,7 @@ class Capture:
                     all_facts["replayed_rows"] = str(self._assembly.replayed_rows)
                 first_row, owed_ids = owed.start - self._assembly.base, final[owed.start : owed.stop]
                 try:
-                    self._checks.settle(first_row, owed_ids, self._sink.read_back)
+                    self._checks.settle(first_row, owed_ids, self._sink.read_slot)
                     if check is not None:
                         self._ask(check)
                 except EngineError as exc:

@@ -41,6 +41,9 @@ class Sink(Protocol):
     def read_back(self, row: int) -> NDArray[np.uint8]:
         """A row that was stored, uint8 [layers, bytes of a slot]."""
 
+    def read_slot(self, row: int, slot: int) -> NDArray[np.uint8]:
+        """One layer of it, uint8 [bytes of a slot]."""
+
     def finish(self, first_row: int, token_ids: NDArray[np.int64], first_position: int, num_tokens: int,
                facts: Mapping[str, str]) -> Result:  # fmt: skip
         """Make rows `first_row` on, one per token id, the result."""
@@ -67,18 +70,21 @@ class FileSink:
         self._digested = np.zeros(size, np.bool_)
 
     def write(self, piece: Piece, input_ids: NDArray[np.int64], digests: NDArray[np.uint64] | None) -> None:
-        self._file.write(piece.row, piece.first_slot, piece.data)
         rows = slice(piece.row, piece.row + len(input_ids))
-        whole = piece.data.shape[1] == self._num_layers
+        data = np.ascontiguousarray(piece.data)
+        whole = data.shape[1] == self._num_layers
         if whole and digests is not None:
             self._digests[rows] = digests
-        elif whole:  # now, while the bytes are in the cache
-            flat = np.ascontiguousarray(piece.data).reshape(len(input_ids), -1)
-            self._digests[rows] = fmt.row_digests(flat, input_ids)
+        elif whole:
+            self._digests[rows] = fmt.row_digests(data.reshape(len(input_ids), -1), input_ids)
+        self._file.write(piece.row, piece.first_slot, data)
         self._digested[rows] = whole
 
     def read_back(self, row: int) -> NDArray[np.uint8]:
         return self._file.read_back(row, 1).reshape(self._num_layers, -1)
+
+    def read_slot(self, row: int, slot: int) -> NDArray[np.uint8]:
+        return self._file.read_slot(row, slot)
 
     def finish(self, first_row: int, token_ids: NDArray[np.int64], first_position: int, num_tokens: int,
                facts: Mapping[str, str]) -> Result:  # fmt: skip
@@ -136,6 +142,9 @@ class MemorySink:
     def read_back(self, row: int) -> NDArray[np.uint8]:
         found: NDArray[np.uint8] = self._rows[row]
         return found
+
+    def read_slot(self, row: int, slot: int) -> NDArray[np.uint8]:
+        return self.read_back(row)[slot]
 
     def finish(self, first_row: int, token_ids: NDArray[np.int64], first_position: int, num_tokens: int,
                facts: Mapping[str, str]) -> Result:  # fmt: skip

@@ -65,4 +65,4 @@ class Gathering:
 
 def _rows(gathered: Gathered) -> Rows:
     slots = slice(0, gathered.data.shape[1])
-    return Rows(gathered.step, gathered.start, gathered.input_ids, slots, gathered.data)
+    return Rows(gathered.step, gathered.start, gathered.input_ids, slots, gathered.data, gathered.release)

@@ -243,21 +243,26 @@ class Unpacker:
                 bank.drop(request_id)
 
     def _emit(self, gathered: Gathered) -> None:
-        running = self._running.get(gathered.request_id)
-        if running is None or running.failure is not None:
-            return
-        data = convert(gathered.data, self._dtype, running.order.spec.dtype)
-        for first, stop, slots in running.runs:
-            self.emit(
-                running,
-                Rows(
-                    step=gathered.step,
-                    start=gathered.start,
-                    input_ids=gathered.input_ids,
-                    slots=slots,
-                    data=data[:, first:stop],
-                ),
-            )
+        release = Countdown(gathered.release or _nothing)
+        try:
+            running = self._running.get(gathered.request_id)
+            if running is None or running.failure is not None:
+                return
+            data = convert(gathered.data, self._dtype, running.order.spec.dtype)
+            for first, stop, slots in running.runs:
+                self.emit(
+                    running,
+                    Rows(
+                        step=gathered.step,
+                        start=gathered.start,
+                        input_ids=gathered.input_ids,
+                        slots=slots,
+                        data=data[:, first:stop],
+                        release=release.hold() if data is gathered.data else None,
+                    ),
+                )
+        finally:
+            release.done()
 
     def _take_chunk(
         self,
@@ -288,16 +293,13 @@ class Unpacker:
             self._prefix.put(chunk.request_id, start, input_ids[tokens], data)
         converted = convert(data, self._dtype, running.order.spec.dtype)
         for first, stop, slots in running.runs:
-            held = converted is data
-            if held:
-                release.add()
             rows = Rows(
                 step=step.number,
                 start=start,
                 input_ids=input_ids[tokens],
                 slots=slots,
                 data=converted[:, first:stop],
-                release=release.done if held else None,
+                release=release.hold() if converted is data else None,
             )
             self.emit(running, rows)
 
@@ -362,6 +364,10 @@ def convert(data: NDArray[np.uint8], dtype: torch.dtype, saved: str) -> NDArray[
     return out.reshape(num_rows, num_slots, -1)
 
 
+def _nothing() -> None:
+    pass
+
+
 class Countdown:
     """Calls `release` once, when everybody who holds a part is done."""
 
@@ -370,10 +376,11 @@ class Countdown:
         self._count = 1
         self._lock = threading.Lock()
 
-    def add(self) -> None:
-        """One more holder."""
+    def hold(self) -> Callable[[], None]:
+        """One more holder; what it is to call."""
         with self._lock:
             self._count += 1
+        return self.done
 
     def done(self) -> None:
         """One holder less."""
