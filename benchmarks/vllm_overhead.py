@@ -46,7 +46,12 @@ def engine_options(args, folder: Path, layers) -> dict:
         options["kv_transfer_config"] = KVTransferConfig(
             kv_connector="HiddenStatesConnector",
             kv_role="kv_producer",
-            kv_connector_extra_config={"layers": layers, "shared_storage_path": args.store, "min_free_bytes": 1 << 28},
+            kv_connector_extra_config={
+                "layers": layers,
+                "shared_storage_path": args.store,
+                "min_free_bytes": 1 << 28,
+                "num_writer_processes": args.writers,
+            },
         )
     elif args.mode == "own":
         options["speculative_config"] = {
@@ -146,6 +151,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--store", default="/dev/shm/layertap-overhead")
+    parser.add_argument("--writers", type=int, help="writer processes (default: the engine's)")
     parser.add_argument("--all-layers", action="store_true", help="take all 36 layers (with --work all)")
     args = parser.parse_args()
     store = Path(args.store)

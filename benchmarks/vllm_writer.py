@@ -4,19 +4,21 @@ No engine and no GPU: this process stands for both. It fills the shared ring wit
 steps, orders and endings to real writer processes, as the tap does; files go to a tmpfs and are removed as they come. Readers don't
 run beside it, so this is the writers' own limit.
 
-- `end`: 256 requests that generate, 31 rows each, all end in one step. Timed from that step until the last file is there; 15 rows of
-  each are still in the writer's memory then (4 layers, 32 KiB a row).
+- `end`: 256 requests that generate, 31 rows each, all end in one step. Timed from that step until the last file is there; 15 rows
+  of each are still in the writer's memory then (4 layers, 32 KiB a row).
 - `tiny`: the same with 4 layers of 64 values, where only the work per file counts; and `admit`: until all locks are held.
 - `prefill`: prompts of 512 tokens, 4 layers.
 - `all`: the same with all 36 layers (147 MiB a prompt).
 
-CPU seconds are the writers' own (user and system, of all their threads), so they mean the same on a machine that does other things.
+CPU seconds are the writers' own (user and system, of all their threads), so they mean the same on a machine that does other things;
+`engine_cpu` is what the threads that send and receive take in the engine's process.
 
     python benchmarks/vllm_writer.py
-    python benchmarks/vllm_writer.py --only all --processes 1,2,4 --gigabytes 20
+    python benchmarks/vllm_writer.py --only tiny,end,all --processes 1,2,4 --gigabytes 20
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -34,12 +36,12 @@ import layertap
 from layertap.capture.options import StoreOptions
 from layertap.capture.request import CaptureSpec, Window
 from layertap.engines.vllm.messages import Finish, Order
-from layertap.engines.vllm.remote import RemoteCollector
 from layertap.engines.vllm.rowmap import Chunk
 from layertap.engines.vllm.shared import SharedCells
 from layertap.engines.vllm.tap import Step
 from layertap.engines.vllm.unpack import GatherRoom
 from layertap.engines.vllm.writer import WriterSetup
+from layertap.engines.vllm.writers import start_writers
 
 GENERATED, REQUESTS, PROMPT = 31, 256, 512
 PATIENCE_SECONDS = 120
@@ -48,10 +50,10 @@ PATIENCE_SECONDS = 120
 class Engine:
     """The engine's side of the writers: `num_slots` steps of `rows` rows, whose bytes stay the same.
 
-    The token of a row is a function of its place in the ring, so that the writers' check for rows of other requests has nothing to say.
+    The token of a row is a function of its place in the ring, so that the writers' check for rows of other requests says nothing.
     """
 
-    def __init__(self, folder, *, num_layers, hidden, rows, num_slots):
+    def __init__(self, folder, *, num_layers, hidden, rows, num_slots, num_processes):
         self.folder, self.rows, self.layers = folder, rows, tuple(range(1, num_layers + 1))
         self.hidden = hidden
         cells = rows * num_layers
@@ -62,12 +64,17 @@ class Engine:
         self.changed = threading.Condition()
         self.number = 0
         options = StoreOptions(shared_storage_path=str(folder), min_free_bytes=0)
-        self.collector = RemoteCollector(
+        self.collector = start_writers(
             WriterSetup(
                 options=options,
                 model="Qwen/Qwen3-8B",
                 num_layers=36,
-                facts={"engine": "vllm", "engine_version": "0", "compute_dtype": "bfloat16", "residual": "single stream"},
+                facts={
+                    "engine": "vllm",
+                    "engine_version": "0",
+                    "compute_dtype": "bfloat16",
+                    "residual": "single stream",
+                },
                 taps=self.layers,
                 dtype="bfloat16",
                 num_cells=cells * num_slots,
@@ -75,7 +82,11 @@ class Engine:
                 gather=GatherRoom(num_requests=2 * REQUESTS, limit_bytes=options.byte_budget() // 4),
             ),
             self.ring,
+            num_processes,
         )
+        self.writers = self.collector.all if num_processes > 1 else [self.collector]
+        while any(writer.pid is None for writer in self.writers):
+            time.sleep(0.01)
 
     def order(self, name, prompt_len, max_tokens=0):
         """Begin a request; its rows are those of generated tokens where it generates, else those of the prompt."""
@@ -134,8 +145,8 @@ class Engine:
     def cpu_seconds(self):
         """What all threads of the writers have used."""
         total = 0
-        for pid in pids(self.collector):
-            for task in Path(f"/proc/{pid}/task").iterdir():
+        for writer in self.writers:
+            for task in Path(f"/proc/{writer.pid}/task").iterdir():
                 total += int((task / "schedstat").read_text().split()[0])
         return total / 1e9
 
@@ -154,13 +165,6 @@ def _fill(cells):
         part[:] = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
 
 
-def pids(collector):
-    """Of the writers, once they have said hello."""
-    while collector.pid is None:
-        time.sleep(0.01)
-    return [collector.pid]
-
-
 def wait_for(paths, *, remove=False):
     """Until all files are there; with `remove` they go as they come."""
     left, deadline = list(paths), time.perf_counter() + PATIENCE_SECONDS
@@ -171,7 +175,9 @@ def wait_for(paths, *, remove=False):
                 path.unlink()
         left = [path for path in left if path not in set(there)]
         if time.perf_counter() > deadline:
-            raise SystemExit(f"{len(left)} files never came, the first {left[0]}: {list(left[0].parent.glob('*.error'))[:1]}")
+            raise SystemExit(
+                f"{len(left)} files never came, the first {left[0]}: {list(left[0].parent.glob('*.error'))[:1]}"
+            )
         time.sleep(0.001)
 
 
@@ -190,13 +196,14 @@ def end_of_generation(engine, number):
     engine.collector.wait_for_admissions(PATIENCE_SECONDS)
     admitted = time.perf_counter() - began
     cpu.append(engine.cpu_seconds())
-    tokens = []
+    tokens, of_engine = [], time.process_time() - time.thread_time()
     for position in range(GENERATED):
         slot = engine.take()
         tokens.append(engine.tokens(slot))
         chunks = [Chunk(name, i, i + 1, i * len(engine.layers), len(engine.layers), 0) for i, name in enumerate(names)]
         engine.step(chunks, np.full(REQUESTS, position), slot)
     engine.wait_until_released()
+    of_engine = time.process_time() - time.thread_time() - of_engine
     time.sleep(0.2)  # the full halves are written
     cpu.append(engine.cpu_seconds())
     began = time.perf_counter()
@@ -211,6 +218,7 @@ def end_of_generation(engine, number):
     return {
         "admit_seconds": admitted,
         "admit_cpu_ms_per_file": 1e3 * (cpu[1] - cpu[0]) / REQUESTS,
+        "engine_cpu_ms_per_step": 1e3 * of_engine / GENERATED,
         "end_seconds": published,
         "end_cpu_ms_per_file": 1e3 * (cpu[3] - cpu[2]) / REQUESTS,
     }
@@ -237,7 +245,7 @@ def prefill(engine, number, num_bytes):
     return {"gb_per_second": total / seconds, "gb_per_cpu_second": total / cpu}
 
 
-def measure(question, folder, arguments):
+def measure(question, folder, arguments, num_processes):
     """The medians of the rounds of one question; the first round is warm-up."""
     small = question in ("end", "tiny")
     engine = Engine(
@@ -246,6 +254,7 @@ def measure(question, folder, arguments):
         hidden=64 if question == "tiny" else 4096,
         rows=REQUESTS if small else PROMPT,
         num_slots=32 if small or question == "prefill" else 4,
+        num_processes=num_processes,
     )
     try:
         rounds = []
@@ -258,7 +267,11 @@ def measure(question, folder, arguments):
         engine.collector.close()
     figures = {key: round(statistics.median(one[key] for one in rounds[1:]), 4) for key in rounds[0]}
     spread = {key: [round(one[key], 4) for one in rounds[1:]] for key in rounds[0]}
-    print(f"{question:8}", "  ".join(f"{key} {value} {spread[key]}" for key, value in figures.items()), flush=True)
+    print(
+        f"{question:8}{num_processes}  ",
+        "  ".join(f"{key} {value} {spread[key]}" for key, value in figures.items()),
+        flush=True,
+    )
     return figures
 
 
@@ -266,15 +279,16 @@ def main():
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--only", default="end,tiny,prefill,all")
+    parser.add_argument("--processes", default="1", help="numbers of writer processes")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--gigabytes", type=float, default=2.0, help="of a round of prefill and all")
     parser.add_argument("--storage", default="/dev/shm", help="where the files go")
     arguments = parser.parse_args()
     results = {}
-    for question in arguments.only.split(","):
+    for question, processes in itertools.product(arguments.only.split(","), arguments.processes.split(",")):
         folder = Path(tempfile.mkdtemp(dir=arguments.storage, prefix="layertap-bench-"))
         try:
-            results[question] = measure(question, folder, arguments)
+            results[f"{question} {processes}"] = measure(question, folder, arguments, int(processes))
         finally:
             shutil.rmtree(folder)
     print(

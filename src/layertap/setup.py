@@ -93,6 +93,8 @@ def make_frontend(
         raise OptionError(f"engine: expected 'transformers' or 'vllm', got {engine!r}")
     if config.options.prefix_rows_bytes is not None:
         raise OptionError("prefix_rows_bytes: the embedded engine has no prefix cache; engine='vllm' has")
+    if config.options.num_writer_processes is not None:
+        raise OptionError("num_writer_processes: the embedded engine writes with threads; engine='vllm' has processes")
     from layertap.engines.transformers.engine import TransformersEngine
 
     return Frontend(

@@ -118,6 +118,7 @@ SURFACE = {
         "--no-capture-by-default",
         "--no-fsync",
         "--no-use-synchronization-lock",
+        "--num-writer-processes",
         "--num-writer-threads",
         "--port",
         "--prefix-rows-bytes",

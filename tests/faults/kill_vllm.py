@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import checkpoints
@@ -78,9 +79,9 @@ def engine(warm: Warm, folder: Path, pipe: int, seed: int, batches: int, disk: s
     if disk:
         os.environ["LAYERTAP_TEST_DISK"] = disk
         os.environ["PYTHONPATH"] = os.pathsep.join([str(_FAULTY), os.environ.get("PYTHONPATH", "")])
-    tap = _renewed(warm.llm)
-    os.write(pipe, f"{json.dumps({'writer': _pid_of(tap)})}\n".encode())
     rng = random.Random(seed)
+    tap = _renewed(warm.llm, num_writers=rng.randint(1, 2))
+    os.write(pipe, f"{json.dumps({'writer': _pid_of(tap)})}\n".encode())
     core = warm.llm.llm_engine
     for batch in range(batches):
         paths = {}
@@ -100,8 +101,8 @@ def engine(warm: Warm, folder: Path, pipe: int, seed: int, batches: int, disk: s
     os._exit(0)
 
 
-def _renewed(llm):
-    """The tap of this process, with a writer of its own."""
+def _renewed(llm, num_writers: int):
+    """The tap of this process, with writers of its own."""
     from vllm.distributed.parallel_state import get_pp_group
 
     from layertap.engines.vllm import worker
@@ -109,15 +110,18 @@ def _renewed(llm):
 
     (tap,) = worker._taps.values()
     config = llm.llm_engine.vllm_config
-    tap.unpacker = worker._unpacker(config, configured(config), tap.tap, get_pp_group())
+    found = configured(config)
+    found = replace(found, options=replace(found.options, num_writer_processes=num_writers))
+    tap.unpacker = worker._unpacker(config, found, tap.tap, get_pp_group())
     return tap
 
 
 def _pid_of(tap) -> int:
     pause = threading.Event()
-    while tap.unpacker.pid is None:
+    writers = getattr(tap.unpacker, "all", [tap.unpacker])
+    while any(writer.pid is None for writer in writers):
         pause.wait(0.005)
-    return tap.unpacker.pid
+    return writers[-1].pid
 
 
 def reader(path: str) -> None:

@@ -43,6 +43,11 @@ class StoreOptions:
         False, _folders, "honour a request's hidden_states_path: anywhere (true) or inside these folders"
     )
     num_writer_threads: int = parsing.option(8, parsing.integer(1), "threads that write files")
+    num_writer_processes: int | None = parsing.option(
+        None,
+        parsing.optional(parsing.integer(1)),
+        "vLLM on a GPU: processes that share these threads; default by the number of cores",
+    )
     use_synchronization_lock: bool = parsing.option(True, parsing.boolean, "a lock file lets readers wait for the file")
     layers: LayersLike | None = parsing.option(None, parsing.optional(check_layers), "layers to take by default")
     capture_by_default: bool = parsing.option(True, parsing.boolean, "take states unless a request says otherwise")

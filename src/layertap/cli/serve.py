@@ -94,6 +94,13 @@ def serve(
     num_writer_threads: Annotated[
         int | None, typer.Option(help="Threads that write files. Default 8.", rich_help_panel=ROWS)
     ] = None,
+    num_writer_processes: Annotated[
+        int | None,
+        typer.Option(
+            help="With --engine vllm on a GPU: processes that share these threads. Default by the number of cores.",
+            rich_help_panel=ROWS,
+        ),
+    ] = None,
     use_synchronization_lock: Annotated[
         bool | None, typer.Option(help="Lock files let readers wait. Default yes.", rich_help_panel=ROWS)
     ] = None,
@@ -172,6 +179,7 @@ def serve(
         "capture_by_default": capture_by_default,
         "allow_custom_save_path": _custom_paths(allow_custom_save_path),
         "num_writer_threads": num_writer_threads,
+        "num_writer_processes": num_writer_processes,
         "use_synchronization_lock": use_synchronization_lock,
         "fsync": fsync,
     }

@@ -10,27 +10,25 @@
 That a row is of the right token and there exactly once is the assembly's business.
 """
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from layertap.assembly import Piece
 from layertap.capture.request import EXPONENT_BITS, FP8, FP8_TAIL_BYTES, SAVE_DTYPES, CaptureSpec
 from layertap.errors import EngineError
+from layertap.writing.seen import SeenRows
 
-__all__ = ["MARK_BYTES", "FinalCheck", "RowChecks", "SeenRows", "finite"]
+__all__ = ["MARK_BYTES", "FinalCheck", "RowChecks", "finite"]
 
 MARK_BYTES = 8
 """At the beginning of each row of a layer. An engine that fills them with 0xFF before the forward, a NaN in every dtype, learns
 of rows that nothing wrote."""
 _UNWRITTEN = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 _FEW_TOKENS = 4
-_MOST_SEEN = 1 << 16
 _MOST_COMPARED = 256
 _BLOCK_BYTES = 1 << 19
 """Looked at twice in turn: little enough that the second look finds it in the cache."""
@@ -92,30 +90,6 @@ class FinalCheck:
 
     positions: range
     judge: Callable[[NDArray[np.uint8]], str | None]
-
-
-class SeenRows:
-    """Some rows of the latest requests: digest -> the token that they were computed for. Thread-safe.
-
-    A table of a fixed size, so that a server's memory doesn't grow for its first twenty thousand requests: a row has one place, and
-    puts out the one that was there.
-    """
-
-    def __init__(self, capacity: int = _MOST_SEEN) -> None:
-        self._lock = threading.Lock()
-        self._digests = np.zeros(capacity, np.uint64)
-        self._tokens = np.zeros(capacity, np.int64)
-        self._requests: list[str | None] = [None] * capacity
-
-    def note(self, layer: int, row: NDArray[np.uint8], token_id: int, request_id: str) -> str | None:
-        """Remember a row; return the request that has had the same bytes for another token."""
-        digest = xxhash.xxh3_64_intdigest(np.ascontiguousarray(row), seed=layer)
-        place = digest % len(self._requests)
-        with self._lock:
-            same = int(self._digests[place]) == digest and int(self._tokens[place]) != token_id
-            known = self._requests[place] if same else None
-            self._digests[place], self._tokens[place], self._requests[place] = digest, token_id, request_id
-        return known
 
 
 class RowChecks:

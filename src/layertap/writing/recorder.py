@@ -24,17 +24,19 @@ from layertap.files import format as fmt
 from layertap.files.publish import PendingFile
 from layertap.files.reap import TTL_FACT
 from layertap.writing.budget import ByteBudget
-from layertap.writing.checks import FinalCheck, RowChecks, SeenRows
+from layertap.writing.checks import FinalCheck, RowChecks
 from layertap.writing.kinds import kind_of
 from layertap.writing.pool import Lane, WriterPool
 from layertap.writing.room import Reservation, StoreRoom
+from layertap.writing.seen import SeenRows
 from layertap.writing.shipping import Shipper
 from layertap.writing.sinks import FileSink, MemorySink, Result, Sink
 
 logger = logging.getLogger(__name__)
 
-_BLOCK_BYTES = 1 << 20
-_MOST_QUARANTINED = 16
+_BLOCK_BYTES = 1 << 22
+"""Fits into the last cache; smaller ones cost more of the interpreter than nearer caches give."""
+MOST_QUARANTINED = 16
 """A fault that hits every request must not fill the disk with what it spoilt."""
 
 
@@ -278,15 +280,27 @@ class Recorder:
         facts: what every file of this engine says in its metadata: engine, engine_version, compute_dtype, revision, ...
         model: the model's name or path.
         num_layers: blocks of the model.
+        seen: rows of other requests, where several recorders of one engine share them.
+        most_quarantined: files that are kept in quarantine.
     """
 
-    def __init__(self, options: StoreOptions, *, model: str, num_layers: int, facts: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        options: StoreOptions,
+        *,
+        model: str,
+        num_layers: int,
+        facts: Mapping[str, str],
+        seen: SeenRows | None = None,
+        most_quarantined: int = MOST_QUARANTINED,
+    ) -> None:
         self.options = options
         self.budget = ByteBudget(options.byte_budget())
         self.pool = WriterPool(options.num_writer_threads)
         self.counts = Counts()
         self.room = StoreRoom(options)
-        self.seen = SeenRows()
+        self.seen = seen or SeenRows()
+        self._most_quarantined = most_quarantined
         self._model = model
         self._num_layers = num_layers
         self._facts = {"layertap_version": __version__, **facts}
@@ -393,7 +407,7 @@ class Recorder:
     def may_quarantine(self) -> bool:
         """Whether one more file may be kept in quarantine; counts it."""
         with self._lock:
-            if self.counts.quarantined >= _MOST_QUARANTINED:
+            if self.counts.quarantined >= self._most_quarantined:
                 return False
             self.counts.quarantined += 1
             return True

@@ -144,7 +144,8 @@ class MemorySink:
         return found
 
     def read_slot(self, row: int, slot: int) -> NDArray[np.uint8]:
-        return self.read_back(row)[slot]
+        found: NDArray[np.uint8] = self._rows[row, slot]
+        return found
 
     def finish(self, first_row: int, token_ids: NDArray[np.int64], first_position: int, num_tokens: int,
                facts: Mapping[str, str]) -> Result:  # fmt: skip

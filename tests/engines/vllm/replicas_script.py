@@ -92,6 +92,7 @@ async def main(checkpoint, storage):
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {
             "layers": "all", "shared_storage_path": str(storage), "allow_custom_save_path": True, "min_free_bytes": 0,
+            "num_writer_processes": 2,
         },
     }  # fmt: skip
     other = {"kv_connector": "OtherConnector", "kv_connector_module_path": "other_connector", "kv_role": "kv_both"}

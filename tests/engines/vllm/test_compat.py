@@ -96,6 +96,7 @@ def test_parallelism_that_splits_a_batch_is_refused(make_config, name, value, me
         ({"layers": [9]}, "layer 9 doesn't exist"),
         ({"layer": [1]}, "did you mean 'layers'"),
         ({"layers": [1], "prefix_rows_bytes": 100}, "don't hold one block's rows"),
+        ({"num_writer_processes": 2, "max_storage_bytes": 1 << 30}, "2 can't be had with max_storage_bytes"),
     ],
 )
 def test_bad_options_of_the_server_are_refused_before_anything_is_loaded(make_config, extra, message):

@@ -55,7 +55,7 @@ def llm(checkpoint, tmp_path_factory):
         with running.running(
             checkpoint,
             states,
-            {"allow_custom_save_path": True, "min_free_bytes": 0},
+            {"allow_custom_save_path": True, "min_free_bytes": 0, "num_writer_processes": 1},
             block_size=32,
         ) as engine:
             yield engine

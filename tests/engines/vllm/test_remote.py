@@ -17,12 +17,12 @@ from layertap.capture.options import StoreOptions
 from layertap.capture.request import CaptureSpec, Window
 from layertap.engines.vllm.lifeline import Lifeline
 from layertap.engines.vllm.messages import Finish, Order
-from layertap.engines.vllm.remote import RemoteCollector
 from layertap.engines.vllm.rowmap import Chunk
 from layertap.engines.vllm.shared import SharedCells
 from layertap.engines.vllm.tap import Step
 from layertap.engines.vllm.unpack import GatherRoom
 from layertap.engines.vllm.writer import WriterSetup
+from layertap.engines.vllm.writers import start_writers
 from layertap.errors import HiddenStatesError
 from layertap.files.read import read_file
 
@@ -34,12 +34,12 @@ PATIENCE_SECONDS = 60
 class Handing:
     """An engine's side of a writer process, without an engine: hands over rows that the tests know."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, num_processes=1, **options):
         self.folder = folder
         self.ring = SharedCells(256, HIDDEN * 4)
-        self.collector = RemoteCollector(
+        self.collector = start_writers(
             WriterSetup(
-                options=StoreOptions(shared_storage_path=str(folder), min_free_bytes=0),
+                options=StoreOptions(shared_storage_path=str(folder), min_free_bytes=0, **options),
                 model="tiny",
                 num_layers=4,
                 facts={"engine": "vllm", "engine_version": "0", "compute_dtype": "float32"},
@@ -50,6 +50,7 @@ class Handing:
                 gather=GatherRoom(num_requests=4, limit_bytes=1 << 20),
             ),
             self.ring,
+            num_processes,
         )
         self.cell = self.number = self.num_released = 0
 
@@ -61,17 +62,28 @@ class Handing:
         return path
 
     def step(self, name, seed, first=0, stop=ROWS):
-        rows, ids = make_data(SPEC, seed=seed)
-        count = (stop - first) * len(LAYERS)
-        cells = self.ring.array[self.cell : self.cell + count]
-        cells[:] = rows[first:stop].reshape(count, -1)
-        facts = np.stack([np.arange(first, stop), ids[first:stop]])
+        self.step_of([(name, seed)], first, stop)
+
+    def step_of(self, named_seeds, first=0, stop=ROWS):
+        """One step with rows of several requests: (name, seed of its tokens, and of its rows where that is another)."""
         import torch
 
+        num_rows, per_request = stop - first, (stop - first) * len(LAYERS)
+        count = per_request * len(named_seeds)
+        cells = self.ring.array[self.cell : self.cell + count]
+        chunks, facts = [], []
+        for i, (name, seed, *other) in enumerate(named_seeds):
+            rows, ids = make_data(SPEC, seed=seed)
+            if other:
+                rows, _ = make_data(SPEC, seed=other[0])
+            cells[i * per_request : (i + 1) * per_request] = rows[first:stop].reshape(per_request, -1)
+            chunks.append(Chunk(name, i * num_rows, (i + 1) * num_rows, i * per_request, len(LAYERS), 0))
+            facts.append(np.stack([np.arange(first, stop), ids[first:stop]]))
+        facts = np.concatenate(facts, axis=1)
         self.collector.step(
             Step(
                 self.number,
-                [Chunk(name, 0, stop - first, 0, len(LAYERS), 0)],
+                chunks,
                 cells,
                 self._released,
                 torch.from_numpy(facts),

@@ -1,6 +1,7 @@
 """What vLLM's configuration says about hidden states: whether the connector is configured, its options, the layers."""
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from layertap.capture.layers import DEFAULT_LAYERS, resolve_layers
 from layertap.capture.options import StoreOptions
 from layertap.engines.vllm import compat
 from layertap.engines.vllm.plugin import CONNECTOR
+from layertap.errors import OptionError
 
 logger = logging.getLogger(__name__)
 
@@ -16,6 +18,7 @@ _MULTI = "MultiConnector"
 _EXTRACTION = "extract_hidden_states"
 _SHARED_KEY = "layertap_shared"
 """Put into our own part of MultiConnector's configuration: the connector itself is only shown that part."""
+_FEWEST_CORES, _CORES_PER_WRITER, _MOST_WRITERS = 8, 8, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +60,13 @@ def configured(config: Any) -> Configured | None:
     """Resolve vLLM's configuration; None where the connector isn't configured.
 
     Raises:
-        OptionError: an unknown option, a bad value, or a layer that doesn't exist.
+        OptionError: an unknown option, a bad value, options that exclude each other, or a layer that doesn't exist.
     """
     extra = extra_config(config.kv_transfer_config)
     if extra is None:
         return None
     options = StoreOptions.parse({name: value for name, value in extra.items() if name != _SHARED_KEY})
+    num_writers(options)
     num_layers = compat.num_layers(config)
     wanted = options.layers
     if wanted is None:
@@ -78,6 +82,27 @@ def configured(config: Any) -> Configured | None:
         dtype=options.save_dtype or compat.dtype_name(config.model_config.dtype),
         shared=config.kv_transfer_config.kv_connector == _MULTI or extra.get(_SHARED_KEY) is True,
     )
+
+
+def num_writers(options: StoreOptions) -> int:
+    """Writer processes of one engine.
+
+    Raises:
+        OptionError: several were asked for where one has to know of everything.
+    """
+    asked = options.num_writer_processes
+    for name in ("prefix_rows_bytes", "max_storage_bytes"):
+        if getattr(options, name) is not None:
+            if asked is not None and asked > 1:
+                raise OptionError(
+                    f"num_writer_processes: {asked} can't be had with {name}, which one process has to keep count of; leave it out"
+                )
+            return 1
+    if asked is not None:
+        return asked
+    cores = len(os.sched_getaffinity(0))
+    # each one costs the engine's process some 0.1 ms a step (benchmarks/vllm_writer.py)
+    return 1 if cores < _FEWEST_CORES else min(_MOST_WRITERS, max(2, cores // _CORES_PER_WRITER))
 
 
 def prepare(config: Any) -> Configured | None:

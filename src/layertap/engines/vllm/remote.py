@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from layertap.writing.recorder import describe
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 120.0
+_NO_MESSAGE = ("nothing", None)
 _DIED = "the writer process of the engine died"
 _collectors: "weakref.WeakSet[RemoteCollector]" = weakref.WeakSet()
 
@@ -45,20 +46,28 @@ os.register_at_fork(after_in_child=_close_inherited)
 
 
 class RemoteCollector:
-    """Takes orders, steps and endings as a Collector does, for a process of its own."""
+    """Takes orders, steps and endings as a Collector does, for a process of its own.
 
-    def __init__(self, setup: WriterSetup, ring: SharedCells) -> None:
+    Args:
+        setup: what that has to know.
+        ring: where the rows of steps are.
+        seen_fd: of a table that it shares with other writers (see SeenRows), or None.
+    """
+
+    def __init__(self, setup: WriterSetup, ring: SharedCells, seen_fd: int | None = None) -> None:
         mine, theirs = socket.socketpair()
+        self.setup = setup
         self.pid: int | None = None
+        shared = [ring.fd] if seen_fd is None else [ring.fd, seen_fd]
         self._launcher = subprocess.Popen(
             [
                 sys.executable,
                 *("-m", "layertap.engines.vllm.writer"),
-                *(str(theirs.fileno()), str(ring.fd), str(os.getpid())),
+                *(str(number) for number in (os.getpid(), theirs.fileno(), *shared)),
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # whoever reads the engine's output to its end must not have to wait for the writer's
-            pass_fds=(theirs.fileno(), ring.fd),
+            pass_fds=(theirs.fileno(), *shared),
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         )
         theirs.close()
@@ -138,10 +147,24 @@ class RemoteCollector:
                 counts["in_flight_bytes"] = 0
         return counts
 
-    def close(self) -> None:
-        """Let the writer publish what is finished and fail the rest. Idempotent."""
+    @property
+    def is_alive(self) -> bool:
+        """False once the writer is known to be gone."""
+        return not self._dead
+
+    def knows(self, request_id: str) -> bool:
+        """Whether something of a request of this name is still to be sent."""
+        with self._state:
+            return request_id in self._running or request_id in self._ending
+
+    def end(self) -> None:
+        """Nothing more comes: the writer publishes what is finished and fails the rest."""
         self._closing = True
         self._outbox.put(None)
+
+    def close(self) -> None:
+        """As `end`, and wait for it. Idempotent."""
+        self.end()
         self._sender.join(_CLOSE_SECONDS)
         self._receiver.join(_CLOSE_SECONDS)
         if self._receiver.is_alive():
@@ -153,8 +176,7 @@ class RemoteCollector:
             self._connection.close()
 
     def _send_all(self) -> None:
-        while (message := self._outbox.get()) is not None:
-            kind, content = message
+        for kind, content in self._messages():
             try:
                 if kind == "step":
                     self._send_step(content)
@@ -162,7 +184,7 @@ class RemoteCollector:
                     self._send((kind, content))
                 if kind == "finish":
                     with self._state:
-                        self._ending.discard(content.request_id)
+                        self._ending.difference_update(finish.request_id for finish in content)
             except OSError as exc:
                 self._died(exc)
             except Exception:  # the thread serves every request
@@ -173,6 +195,25 @@ class RemoteCollector:
                 end.shutdown(socket.SHUT_WR)
             except OSError as exc:
                 logger.debug("layertap: the writer is gone: %s", exc)
+
+    def _messages(self) -> Iterator[tuple[str, Any]]:
+        """What was put into the outbox until it ends; endings that follow one another come as one, as many end in one step."""
+        endings: list[Finish] = []
+        while True:
+            try:
+                message = self._outbox.get(block=not endings)
+            except queue.Empty:
+                message = _NO_MESSAGE
+            if message is not None and message[0] == "finish":
+                endings.append(message[1])
+                continue
+            if endings:
+                yield "finish", endings
+                endings = []
+            if message is None:
+                return
+            if message is not _NO_MESSAGE:
+                yield message
 
     def _send_step(self, step: Step) -> None:
         try:

@@ -8,7 +8,7 @@ cells to the host: a cell with another stamp is left over from an earlier step, 
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,10 @@ class Step:
         """Wait for the copy from the device."""
         if self._copied is not None:
             self._copied.synchronize()
+
+    def part(self, chunks: list[Chunk], release: Callable[[], None]) -> "Step":
+        """The same step with some of its chunks."""
+        return replace(self, chunks=chunks, release=release)
 
     def positions_and_ids(self) -> NDArray[np.int64]:
         """int64 [2, rows of the batch]; after `wait`."""

@@ -14,7 +14,7 @@ import torch
 
 from layertap.engines.vllm import compat, prefix_cache
 from layertap.engines.vllm.collector import Collector
-from layertap.engines.vllm.configured import Configured, configured
+from layertap.engines.vllm.configured import Configured, configured, num_writers
 from layertap.engines.vllm.layers import Blocks, find_blocks
 from layertap.engines.vllm.messages import Finish, Order
 from layertap.engines.vllm.remote import RemoteCollector
@@ -24,6 +24,7 @@ from layertap.engines.vllm.stages import Address, StageReceiver, StageSender, co
 from layertap.engines.vllm.tap import Entries, Tap
 from layertap.engines.vllm.unpack import GatherRoom, Unpacker, want_of
 from layertap.engines.vllm.writer import WriterSetup, make_recorder
+from layertap.engines.vllm.writers import Writers, start_writers
 from layertap.errors import EngineError, UnsupportedModelError
 from layertap.writing.recorder import describe
 
@@ -177,7 +178,7 @@ def _place_arena(tap: Tap, config: Any, device: torch.device) -> None:
         tap.reserve_arena()
 
 
-def _unpacker(config: Any, found: Configured, tap: Tap, pp: Any) -> Unpacker | RemoteCollector:
+def _unpacker(config: Any, found: Configured, tap: Tap, pp: Any) -> Unpacker | RemoteCollector | Writers:
     dtype = config.model_config.dtype
     listener = connect_stages(pp) if pp.world_size > 1 else None
     if isinstance(listener, Address):
@@ -206,7 +207,11 @@ def _unpacker(config: Any, found: Configured, tap: Tap, pp: Any) -> Unpacker | R
         gather=gather,
     )
     if listener is None and _wants_process(tap):
-        return RemoteCollector(setup, tap.cells)
+        return start_writers(setup, tap.cells, num_writers(found.options))
+    if found.options.num_writer_processes is not None:
+        logger.warning(
+            "layertap: num_writer_processes is for engines on a GPU without pipeline stages; here threads write"
+        )
     recorder = make_recorder(setup)
     collector = Collector(recorder, tap.taps, dtype, num_stages=pp.world_size, gather=gather)
     if listener is not None:
@@ -230,7 +235,13 @@ class WorkerTap:
     """
 
     def __init__(
-        self, tap: Tap, unpacker: Unpacker | RemoteCollector, taps: tuple[int, ...], slack: int, *, is_alone: bool
+        self,
+        tap: Tap,
+        unpacker: Unpacker | RemoteCollector | Writers,
+        taps: tuple[int, ...],
+        slack: int,
+        *,
+        is_alone: bool,
     ) -> None:
         self.is_alone = is_alone
         self.tap = tap

@@ -3,7 +3,7 @@
 Hashing, assembling and publishing take the interpreter's lock, which vLLM's own loop needs; so they have their own interpreter.
 It ends when the engine closes the connection or dies: what was finished is published, the readers of what wasn't are told.
 
-Run by `remote` as `python -m layertap.engines.vllm.writer CONNECTION_FD RING_FD ENGINE_PID`.
+Run by `remote` as `python -m layertap.engines.vllm.writer ENGINE_PID CONNECTION_FD RING_FD [SEEN_FD]`.
 """
 
 import logging
@@ -29,7 +29,8 @@ from layertap.engines.vllm.shared import SharedCells
 from layertap.engines.vllm.tap import Step
 from layertap.engines.vllm.unpack import GatherRoom
 from layertap.files.reap import reap
-from layertap.writing.recorder import Capture, Recorder
+from layertap.writing.recorder import MOST_QUARANTINED, Capture, Recorder
+from layertap.writing.seen import SeenRows
 from layertap.writing.shipping import is_object_store
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class WriterSetup:
         dtype: compute dtype, by name.
         num_cells, cell_bytes: of the ring.
         gather: see Unpacker.
+        most_quarantined: see Recorder.
     """
 
     options: StoreOptions
@@ -62,11 +64,19 @@ class WriterSetup:
     num_cells: int
     cell_bytes: int
     gather: GatherRoom
+    most_quarantined: int = MOST_QUARANTINED
 
 
-def make_recorder(setup: WriterSetup) -> Recorder:
+def make_recorder(setup: WriterSetup, seen: SeenRows | None = None) -> Recorder:
     """The corridor of a worker. What a killed one left half-written goes in the background: plain `vllm serve` has no reaper."""
-    recorder = Recorder(setup.options, model=setup.model, num_layers=setup.num_layers, facts=setup.facts)
+    recorder = Recorder(
+        setup.options,
+        model=setup.model,
+        num_layers=setup.num_layers,
+        facts=setup.facts,
+        seen=seen,
+        most_quarantined=setup.most_quarantined,
+    )
     if is_object_store(setup.options.handover):
         recorder.ship_to(setup.options.handover)
     folder = Path(setup.options.shared_storage_path)
@@ -87,13 +97,13 @@ def _sweep(folder: Path) -> None:
 class Writer:
     """Serves one connection."""
 
-    def __init__(self, connection: Connection, ring_fd: int) -> None:
+    def __init__(self, connection: Connection, ring_fd: int, seen_fd: int | None = None) -> None:
         self._connection = connection
         self._sending = threading.Lock()
         setup: WriterSetup = connection.recv()
         self._send(("hello", os.getpid()))
         self._ring = SharedCells(setup.num_cells, setup.cell_bytes, ring_fd)
-        self._recorder = make_recorder(setup)
+        self._recorder = make_recorder(setup, SeenRows(seen_fd))
         self._collector = Collector(
             self._recorder,
             setup.taps,
@@ -124,8 +134,9 @@ class Writer:
             order: Order = content
             self._collector.order(order)
         elif kind == "finish":
-            finish: Finish = content
-            self._collector.finish(finish)
+            finishes: list[Finish] = content
+            for finish in finishes:
+                self._collector.finish(finish)
         elif kind == "keep":
             self._collector.keep(content)
         elif kind == "reuse":
@@ -182,7 +193,8 @@ class Writer:
 
 def main() -> None:
     """See the module."""
-    lifeline = Lifeline(int(sys.argv[3]))
+    engine_pid, connection_fd, *shared_fds = (int(argument) for argument in sys.argv[1:])
+    lifeline = Lifeline(engine_pid)
     # Out of vLLM's process tree, which it kills as it shuts down: what was finished must still be published.
     if os.fork():
         os._exit(0)
@@ -192,9 +204,9 @@ def main() -> None:
     torch.set_num_threads(_TORCH_THREADS)
     sys.setswitchinterval(_SWITCH_SECONDS)
     logging.basicConfig(level=logging.WARNING, format="layertap writer: %(message)s")
-    lifeline.guard(int(sys.argv[1]))
+    lifeline.guard(connection_fd)
     try:
-        Writer(Connection(int(sys.argv[1])), int(sys.argv[2])).serve()
+        Writer(Connection(connection_fd), *shared_fds).serve()
     except EOFError:
         logger.debug("layertap: the engine was gone before it said what is to be written")
     os._exit(0)
