@@ -1,11 +1,9 @@
 """Two thousand requests of random shapes through one small engine, with preemption, prefix hits and aborts: no mix-up, no leak."""
 
-import gc
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import checkpoints
 import pytest
@@ -29,33 +27,27 @@ def engine(request, checkpoint_folder, tmp_path_factory):
         del os.environ["LAYERTAP_VLLM_WRITER"]
 
 
-def open_descriptors():
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_two_thousand_requests_keep_their_own_rows_and_leave_nothing_behind(engine):
     core, model, storage = engine
     plan = core.engine_core.engine_core.scheduler.connector._plan
     shapes = soak.Shapes(11)
-    early = soak.run(core, [model], NUM_REQUESTS // 10, shapes)
-    gc.collect()
-    descriptors = open_descriptors()
-    rest = soak.run(core, [model], NUM_REQUESTS - NUM_REQUESTS // 10, shapes)
+    early = soak.run(core, [model], storage, NUM_REQUESTS // 10, shapes)
+    descriptors = soak.footprint()["descriptors"]
+    rest = soak.run(core, [model], storage, NUM_REQUESTS - NUM_REQUESTS // 10, shapes, first=NUM_REQUESTS // 10)
     assert early["aborted"] + rest["aborted"] > 20
     if plan is not None:
         counts = plan.counts()
         assert counts["prefix_hits"] > 3000
         assert counts["prefix_evictions"] > 50
     soak.check_left_behind(storage)
-    gc.collect()
-    assert open_descriptors() <= descriptors + 40
+    assert soak.footprint()["descriptors"] <= descriptors + 40
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_rows_of_cached_blocks_go_with_adapters_and_speculation():
+def test_rows_of_cached_blocks_go_with_adapters_and_speculation_and_grammars():
     done = subprocess.run(
         [sys.executable, soak.__file__, "features", "--requests", "150"], capture_output=True, text=True, check=False
     )
@@ -66,3 +58,6 @@ def test_rows_of_cached_blocks_go_with_adapters_and_speculation():
     assert found["uncaptured"] > 5
     assert found["prefix_hits"] > 20
     assert 0 < found["accepted"] < found["draft"]
+    assert min(found["structured"], found["stopped"], found["choices"]) > 2
+    assert found["held_cells"] == found["held_bytes"] == 0
+    assert found["late"]["descriptors"] <= found["early"]["descriptors"] + 40
