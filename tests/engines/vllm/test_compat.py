@@ -57,6 +57,20 @@ def test_what_can_be_run_is_taken(make_config):
     assert start(config)._desk.configured.layers == (1,)
 
 
+def test_the_compile_caches_key_depends_on_the_layers_and_not_on_where_files_go(make_config, tmp_path):
+    from layertap.engines.vllm.activate import activate
+
+    activate()
+
+    def key(**extra):
+        found = {**CONNECTOR, "kv_connector_extra_config": {**CONNECTOR["kv_connector_extra_config"], **extra}}
+        return make_config(found).compute_hash()
+
+    plain = make_config(None).compute_hash()
+    assert len({plain, key(), key(layers=[2]), key(layers=[1, 2])}) == 4
+    assert key(shared_storage_path=str(tmp_path)) == key()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
