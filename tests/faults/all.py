@@ -132,17 +132,8 @@ def _kill_rows(done: subprocess.CompletedProcess[str], name: str) -> list[Row]:
         note = f"{looked} paths looked at: {whole} complete, {told} told why not; {found['left_behind']} left behind"
         faults = found["wrong"] + found["hung"] + found["left_behind"]
         survived = max(0, found["rounds"] - faults)
-        rows.append(
-            Row(
-                f"{name}: {found['victim']}",
-                found["rounds"],
-                survived,
-                found["wrong"],
-                found["hung"],
-                note,
-                not faults,
-            )
-        )
+        what = found["victim"] if found["victim"].endswith("disk") else f"{name}: {found['victim']}"
+        rows.append(Row(what, found["rounds"], survived, found["wrong"], found["hung"], note, not faults))
     if done.returncode or not rows:
         rows.append(Row(name, good=False, note=done.stderr.strip()[-200:].replace("\n", " ")))
     return rows
