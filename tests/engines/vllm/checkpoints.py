@@ -11,7 +11,7 @@ _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value
 
 _LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_head_dim": 80, "head_dim": 64}
 _ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1}
-"""With the default rotary table, vLLM's CPU kernel takes each head of an MLA query for a token of its own."""
+"""vLLM's CPU kernel of the default rotary table takes each head of queries with a dimension for heads for a token of its own."""
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -33,9 +33,16 @@ ADJUSTED: dict[str, dict[str, Any]] = {
     "falcon-new-decoder": {"ffn_hidden_size": 256},
     "glm4_moe": {"head_dim": 32},
     # transformers has 1e-6 in the two norms of MLA whatever the configuration says, vLLM doesn't
-    "glm4_moe_lite": {**_LATENT, **_SIGMOID, **_ONE_HEAD, "first_k_dense_replace": 1, "rms_norm_eps": 1e-6},
-    "lfm2": {"conv_dim": 64, "conv_dim_out": 64, "block_dim": 64},
-    "llama4_text": {"attention_chunk_size": 128},
+    "glm4_moe_lite": {
+        **_LATENT,
+        **_SIGMOID,
+        "first_k_dense_replace": 1,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": _YARN,
+    },
+    "lfm2": {"conv_dim": 64, "conv_dim_out": 64, "block_dim": 64, **_ONE_HEAD},
+    "lfm2_moe": _ONE_HEAD,
+    "llama4_text": {"attention_chunk_size": 128, "attn_temperature_tuning": False},  # vLLM: only beyond 32,768 tokens
     "mamba2": {"n_groups": 1},  # transformers' gated norm has one group whatever the configuration says
     "minicpm3": {"qk_nope_head_dim": 24, "qk_head_dim": 32},
     "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True},
@@ -58,8 +65,6 @@ ADJUSTED: dict[str, dict[str, Any]] = {
 """Fields that checkpoints on the hub have and transformers' own configuration leaves out, and sizes that vLLM computes with."""
 ONLY_VLLM: dict[str, dict[str, Any]] = {"cohere2": {"sliding_window": 7}}
 """What vLLM has to be told so that it computes what transformers does: of a window of n tokens it makes one of n + 1."""
-GENERATION: dict[str, dict[str, Any]] = {"llama4_text": {"attn_temperature_tuning": True}}
-"""Fields of the generation configuration that vLLM's class goes by, not by the model's own."""
 ARCHITECTURES = {"phimoe": "PhiMoEForCausalLM"}
 """Where checkpoints on the hub name another class than transformers has, and vLLM goes by that."""
 
@@ -102,8 +107,6 @@ def save(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> Path:
     if name == "phimoe":
         model.lm_head.bias.data.zero_()  # vLLM leaves it out
     model.tie_weights()
-    for key, value in GENERATION.get(name, {}).items():
-        setattr(model.generation_config, key, value)
     model.save_pretrained(target)
     if name in ARCHITECTURES:
         path = target / "config.json"
