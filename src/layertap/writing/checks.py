@@ -1,11 +1,12 @@
-"""Always-on checks of rows, cheap enough for every row and never wrong: what they refuse can't be the output of a model.
+"""Always-on checks of rows, cheap enough for every row: what they refuse can't be the output of a model (but for one case below).
 
 - Not finite: a NaN or an infinity, in every value. Found by integer maxima, which run at memory speed in all dtypes: NaN and
   infinity have the largest exponent, so they are the largest bit patterns of either sign.
 - Zero or repeated: above the embeddings, rows of different tokens are never zero, and never equal to their neighbour's, once
   some earlier row was different. (A run of tokens without an embedding of their own may be, at the very beginning.) Eight bytes
   of each row are kept; only rows that agree in those are read again and compared.
-- Of another request: some rows of each request are remembered; the same bytes for another token are somebody else's rows.
+- Of another request: some rows of each request are remembered; the same bytes for another token are somebody else's rows, or
+  those of two tokens that share an embedding (ids that the tokenizer never gives, say) behind the same beginning.
 
 That a row is of the right token and there exactly once is the assembly's business.
 """
@@ -205,5 +206,5 @@ class RowChecks:
             if other is not None:
                 raise EngineError(
                     f"the row at {self._where(first_row + i, slot)} is byte for byte one of request {other}, which had another "
-                    "token there"
+                    "token there (right only where both tokens have the same embedding)"
                 )
