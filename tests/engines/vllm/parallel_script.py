@@ -1,4 +1,4 @@
-"""Several worker processes; their files, and then one worker is killed under a running request.
+"""Several worker processes; their files, and then one worker is killed under running requests; the same for others, an engine each.
 
 Run by test_parallel as `python parallel_script.py OPTIONS`, a JSON object; prints one line of JSON, `RESULT {...}`.
 """
@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import running
+
+from layertap.files.reap import reap
 
 
 def children(pid):
@@ -72,16 +74,25 @@ def ask(llm):
     }
 
 
+def temporary_files(storage):
+    return sorted(path.name for path in storage.rglob("*") if path.name.endswith(".layertap-tmp"))
+
+
 def kill(llm, storage, rank):
-    """Kill the worker of this rank, with a reader that waits already for each of four requests."""
+    """Kill the worker of this rank, with a reader that waits already for each of four requests, while a fifth is published."""
     engine = llm.llm_engine
-    targets = [storage / f"killed-{index}.safetensors" for index in range(4)]
-    for index, (target, prompt) in enumerate(zip(targets, running.prompts([30, 9, 60, 5], seed=9), strict=True)):
-        sampling = running.params(180, include_output_tokens=True, hidden_states_path=str(target))
-        engine.add_request(f"killed-{index}", prompt, sampling)
+    done, *targets = [storage / f"killed-{rank}-{index}.safetensors" for index in range(5)]
+    for target, prompt, length in zip(
+        [done, *targets], running.prompts([40, 30, 9, 60, 5], seed=9), [2, 180, 180, 180, 180], strict=True
+    ):
+        sampling = running.params(length, include_output_tokens=True, hidden_states_path=str(target))
+        engine.add_request(target.name, prompt, sampling)
     locks = [target.with_name(f"{target.name}.lock") for target in targets]
-    while not all(lock.exists() and lock.stat().st_size for lock in locks):
-        engine.step()
+    tokens = None
+    while tokens is None or not all(lock.exists() and lock.stat().st_size for lock in locks):
+        for output in engine.step():
+            if output.finished:
+                tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
     writer = json.loads(locks[0].read_text())["holder"]["pid"]
     (core,) = engine.engine_core.resources.engine_manager.processes
     workers = {pid: name for pid, name in children(core.pid).items() if "Worker" in name}
@@ -97,24 +108,30 @@ def kill(llm, storage, rank):
             ended = type(exc).__name__
         said = [reader.result() for reader in readers]
     processes = [*workers, core.pid, writer]
+    left = sorted(set(processes) - set(gone(processes)))
+    temporary = temporary_files(storage)
+    reap(storage)
     return {
         "engine": ended,
         "readers": said,
+        "done": {"path": str(done), "tokens": tokens, "said": told(done)},
         "workers": sorted(workers.values()),
-        "left": sorted(set(processes) - set(gone(processes))),
-        "temporary": [path.name for path in storage.rglob("*") if path.name.endswith(".layertap-tmp")],
+        "left": left,
+        "temporary": temporary,
+        "not_cleaned": temporary_files(storage),
     }
 
 
 def main(asked):
     storage = Path(asked["storage"])
     extra = {"prefix_rows_bytes": 10_000_000, "allow_custom_save_path": True, "min_free_bytes": 0}
-    with running.running(Path(asked["checkpoint"]), storage, extra, **asked["options"]) as llm:
-        found = ask(llm)
-        if asked["kill"] is not None:
-            found["killed"] = kill(llm, storage, asked["kill"])
-            print("\nRESULT", json.dumps(found), flush=True)
-            os._exit(0)  # nothing is left to be shut down
+    found = {}
+    for victim in asked["kill"] or [None]:
+        with running.running(Path(asked["checkpoint"]), storage, extra, **asked["options"]) as llm:
+            if not found:
+                found = {**ask(llm), "killed": []}
+            if victim is not None:
+                found["killed"].append(kill(llm, storage, victim))
     print("\nRESULT", json.dumps(found), flush=True)
 
 
