@@ -111,7 +111,7 @@ def test_nulls_that_somebody_wrote_stay_and_those_that_say_that_there_is_nothing
 
 
 def test_parts_of_a_message_are_joined_as_the_server_joins_them():
-    from layertap.prompts import _with_text_content
+    from layertap.prompts import _as_templates_read
 
     message = {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}
-    assert parse_row({"messages": [message]}) == ChatPrompt((_with_text_content(message),))
+    assert parse_row({"messages": [message]}) == ChatPrompt((_as_templates_read(message),))

@@ -35,7 +35,7 @@ from layertap.engines.transformers.switching import QUICK_SWITCHES
 from layertap.engines.transformers.tap import Arena, Arenas
 from layertap.engines.transformers.trees import Tree, overlap
 from layertap.engines.transformers.weights import Weights
-from layertap.errors import PromptError, UnsupportedModelError
+from layertap.errors import LayertapError, PromptError, UnsupportedModelError
 from layertap.writing.checks import FinalCheck
 
 __all__ = ["Extractor"]
@@ -161,7 +161,7 @@ class Extractor:
         allows it.
 
         Raises:
-            ModelError: the weights can't be loaded, or the model's rows can't be taken.
+            ModelError: the weights can't be loaded, or the model's rows can't be taken, not even for the first job.
         """
         packer: Packer[ExtractJob] = Packer("alone", self.budget_tokens, overlap=_overlap)
         flights: deque[_Flight] = deque()
@@ -170,8 +170,11 @@ class Extractor:
             if self._is_cuda:
                 leaving.enter_context(QUICK_SWITCHES.here())
             leaving.callback(self._abandon, packer, flights)
+            others = False
             for job in jobs:
-                if not self._admit(packer, job, share_prefixes):
+                if self._admit(packer, job, share_prefixes, others=others):
+                    others = True
+                else:
                     yield job.index
                 while packer.full:
                     yield from self._advance(packer, flights)
@@ -180,15 +183,21 @@ class Extractor:
             while flights:
                 yield from self._deliver(flights.popleft())
 
-    def _admit(self, packer: Packer[ExtractJob], job: ExtractJob, share_prefixes: bool) -> bool:
-        """Queue a job, or fail it and return False."""
+    def _admit(self, packer: Packer[ExtractJob], job: ExtractJob, share_prefixes: bool, *, others: bool) -> bool:
+        """Queue a job, or fail it and return False; `others` says that some of this run could be queued."""
         spec = job.capture.spec
         try:
             self._check(job)
         except PromptError as exc:
             job.capture.fail(exc)
             return False
-        routes = self.prepare(max(spec.layers))  # a model that can't be loaded or run is the matter of no single prompt
+        try:
+            routes = self.prepare(max(spec.layers))
+        except LayertapError as exc:
+            if not others:  # a model that can't be loaded or run is the matter of no single prompt
+                raise
+            job.capture.fail(exc)  # that wants deeper layers than those before it
+            return False
         limit = self._arena_bytes // spec.row_bytes
         packer.way = "shared" if share_prefixes and routes.shared else routes.way
         packer.max_together = routes.max_together
