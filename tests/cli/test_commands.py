@@ -251,22 +251,19 @@ def test_clean_removes_leftovers_and_nothing_else(states, run, tmp_path):
     assert run("clean", tmp_path / "storage", "--ttl-seconds", "-1").exit_code == 2
 
 
+def in_shares(run, model, prompts):
+    """Extract into `all` in two shares; returns what takes one of them again."""
+
+    def take(share):
+        options = ("--layers", "all", "--dtype", "float32", "--quiet", "--no-fsync", "--shard", f"{share}/2")
+        return run("extract", model, prompts, "--out", "all", *options)
+
+    assert [take(share).exit_code for share in range(2)] == [0, 0]
+    return take
+
+
 def test_shares_in_one_folder_are_verified_set_aside_and_cleaned_like_one_set(run, model, prompts, tmp_path):
-    words = (
-        "extract",
-        model,
-        prompts,
-        "--layers",
-        "all",
-        "--dtype",
-        "float32",
-        "--quiet",
-        "--no-fsync",
-        "--out",
-        "all",
-    )
-    for share in range(2):
-        assert run(*words, "--shard", f"{share}/2").exit_code == 0
+    take_share = in_shares(run, model, prompts)
     result = run("verify", "all", "--sample", "8")
     assert result.exit_code == 0, result.output
     assert "all: 8 samples" in result.output
@@ -283,26 +280,12 @@ def test_shares_in_one_folder_are_verified_set_aside_and_cleaned_like_one_set(ru
     assert result.exit_code == 3
     assert "4 samples" in result.output
     assert open_dataset(tmp_path / "all").indices.tolist() == [0, 2, 4, 6]
-    assert run(*words, "--shard", "1/2").exit_code == 0
+    assert take_share(1).exit_code == 0
     assert len(open_dataset(tmp_path / "all", verify=True)) == 8
 
 
 def test_rows_that_differ_are_set_aside_in_the_share_that_has_them(run, model, prompts, tmp_path):
-    words = (
-        "extract",
-        model,
-        prompts,
-        "--layers",
-        "all",
-        "--dtype",
-        "float32",
-        "--quiet",
-        "--no-fsync",
-        "--out",
-        "all",
-    )
-    for share in range(2):
-        assert run(*words, "--shard", f"{share}/2").exit_code == 0
+    in_shares(run, model, prompts)
     other = zoo.save("llama", tmp_path / "other", seed=1)
     result = run("verify", "all", "--sample", "1", "--seed", "3", "--model", other, "--quarantine")
     assert result.exit_code == 3
