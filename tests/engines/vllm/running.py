@@ -43,7 +43,7 @@ def running(model: Path, storage: Path, extra: dict[str, Any] | None = None, **o
         kv_role="kv_producer",
         kv_connector_extra_config={"layers": "all", "shared_storage_path": str(storage), **(extra or {})},
     )
-    with _llvmlite_hidden():
+    with _closed_modules_hidden():
         llm = LLM(**{**settings, **options}, kv_transfer_config=connector)
     try:
         yield llm
@@ -53,13 +53,25 @@ def running(model: Path, storage: Path, extra: dict[str, Any] | None = None, **o
 
 
 @contextmanager
-def _llvmlite_hidden() -> Iterator[None]:
-    """At each start vLLM looks into every module of its process; into llvmlite's, which n-gram speculation loads, it can't."""
-    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "llvmlite"}
+def _closed_modules_hidden() -> Iterator[None]:
+    """At each start vLLM looks into every module of its process; into some (llvmlite's, what flask gives out) it can't."""
+    hidden = {name: module for name, module in list(sys.modules.items()) if not _can_be_looked_into(module)}
+    for name in hidden:
+        del sys.modules[name]
     try:
         yield
     finally:
         sys.modules.update(hidden)
+
+
+def _can_be_looked_into(module: object) -> bool:
+    try:
+        for value in list((getattr(module, "__dict__", None) or {}).values()):
+            if hasattr(value, "__dict__"):
+                vars(value).get("kernel")
+    except Exception:  # whatever it is, vLLM would end with it
+        return False
+    return True
 
 
 def prompts(lengths: Sequence[int], seed: int = 0, shared_prefix: int = 0) -> list[dict[str, list[int]]]:

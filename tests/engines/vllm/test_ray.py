@@ -21,7 +21,7 @@ def layertap(*arguments, **environment):
     command = [sys.executable, "-c", "from layertap.cli import main; main()", *map(str, arguments)]
     env = {**os.environ, **running.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500, check=False)
-    return done.returncode, done.stdout + done.stderr
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.slow
@@ -35,15 +35,15 @@ def test_an_actor_with_vllm_writes_a_data_set_that_verifies_and_equals_the_oracl
     source.write_text("\n".join(lines))
     asked = ["--layers", ",".join(map(str, LAYERS)), "--out", out, "--engine", "vllm", "--dtype", "float32"]
     cluster = ["--ray", "--ray-actors", 1, "--max-model-len", 256]
-    code, said = layertap(
+    code, said, log = layertap(
         "extract", checkpoint, source, *asked, *cluster, RAY_USAGE_STATS_ENABLED="0", TORCH_COMPILE_DISABLE="1"
     )
-    assert code == 3, said  # one prompt failed
-    assert "1 prompt failed" in said
-    assert "in.jsonl line 8" in said
-    code, said = layertap("verify", out, "--recompute", "20%", "--json")
-    assert code == 0, said
-    report = json.loads(said[said.index("{") :])
+    assert code == 3, said + log  # one prompt failed
+    assert "1 prompt failed" in said + log
+    assert "in.jsonl line 8" in said + log
+    code, said, log = layertap("verify", out, "--recompute", "20%", "--json")
+    assert code == 0, said + log
+    report = json.loads(said)
     assert (report["verdict"], report["damaged"], len(report["recomputed"])) == ("good", [], 12)
     dataset, model = open_dataset(out, verify=True), running.load_oracle("llama", checkpoint)
     assert dataset.indices.tolist() == [index for index in range(60) if index != 7]

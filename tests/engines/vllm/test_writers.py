@@ -155,13 +155,13 @@ VICTIM = textwrap.dedent("""
     handing.step_of(names)
     for name, seed in names[:2]:
         handing.finish(name, seed)
-    handing.wait_until(lambda: handing.num_released == 1)
+    handing.wait_until(lambda: handing.collector.counts().get("files") == 2)
     print(*wait_for_pids(handing), flush=True)
     signal.pause()
 """)
 
 
-def test_all_writers_of_a_killed_engine_publish_what_is_whole_and_end(tmp_path):
+def test_all_writers_of_a_killed_engine_tell_the_readers_of_what_was_not_finished_and_end(tmp_path):
     folder = tmp_path / "states"
     paths = [os.path.dirname(__file__), os.path.join(os.path.dirname(__file__), "..", "..", "files")]
     engine = subprocess.Popen(
