@@ -69,7 +69,7 @@ def _can_be_looked_into(module: object) -> bool:
         for value in list((getattr(module, "__dict__", None) or {}).values()):
             if hasattr(value, "__dict__"):
                 vars(value).get("kernel")
-    except Exception:  # whatever it is, vLLM would end with it
+    except Exception:  # noqa: BLE001 - whatever it is, vLLM would end with it
         return False
     return True
 
