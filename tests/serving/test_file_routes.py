@@ -197,6 +197,7 @@ def test_what_cannot_be_removed_is_not_answered_as_gone(http, made, monkeypatch)
     monkeypatch.setattr(os, "unlink", refuse)
     answer = http.delete(url(made))
     assert (answer.status_code, "not permitted" in answer.text) == (500, True)
+    assert answer.headers["connection"] == "close"
     assert http.get(url(made)).status_code == 200
 
 

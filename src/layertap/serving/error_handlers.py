@@ -51,7 +51,10 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def unexpected(request: Request, exc: Exception) -> Response:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=exc)
-        return from_exception(exc).response()
+        answer = from_exception(exc).response()
+        # the server closes it after such an error: a request that was sent on it meanwhile would be lost
+        answer.headers["connection"] = "close"
+        return answer
 
     _describe_errors(app)
     app.add_exception_handler(ApiError, api_error)
