@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from layertap.capture.spans import Spans
 from layertap.errors import CorruptError, ForeignError, TornError, WaitTimeoutError
 from layertap.files.format import FileInfo
-from layertap.files.locks import LOCK_SUFFIX, is_held
+from layertap.files.locks import is_held, lock_path
 from layertap.files.read import read_file
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def read_vllm(path: Path) -> Imported:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    if is_held(path.with_name(path.name + LOCK_SUFFIX)):
+    if is_held(lock_path(path)):
         raise WaitTimeoutError(f"{path}: still being written: its writer holds the lock beside it")
     if not path.exists():
         raise TornError(f"{path}: there is a lock of its writer, which is gone, and no file")

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from layertap.errors import HiddenStatesError
-from layertap.files.locks import LOCK_SUFFIX, is_held, read_content
+from layertap.files.locks import is_held, lock_path, read_content
 from layertap.files.read import read_header
 
 
@@ -19,12 +19,12 @@ def taken_by_another(path: Path, request_id: str, *, overwrite: bool = False) ->
         request_id: as its lock and its metadata name it.
         overwrite: an existing file is one that the request replaces.
     """
-    lock_path = path.with_name(path.name + LOCK_SUFFIX)
-    content = read_content(lock_path)
+    lock = lock_path(path)
+    content = read_content(lock)
     if content is not None:
         if content.request_id == request_id:
             return None
-        if is_held(lock_path):
+        if is_held(lock):
             return f"{path} is being written by another request ({content.request_id}); nothing was replaced"
     if overwrite or not os.path.lexists(path):
         return None

@@ -30,6 +30,11 @@ _LIVENESS_SECONDS = 0.5
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 0.0005, 0.02
 
 
+def lock_path(path: Path) -> Path:
+    """The lock file of a file."""
+    return path.with_name(path.name + LOCK_SUFFIX)
+
+
 @dataclass(frozen=True, slots=True)
 class LockContent:
     """What a lock file says: who holds it, why it failed, if it did, and whether it was to replace a file and hasn't yet."""
@@ -58,7 +63,7 @@ class WriterLock:
     def __init__(
         self, path: Path, request_id: str | None, *, patience_seconds: float = 5.0, replaces: bool = False
     ) -> None:
-        self.path = path.with_name(path.name + LOCK_SUFFIX)
+        self.path = lock_path(path)
         self._request_id = request_id
         self._replaces = replaces
         self._told = False
@@ -111,10 +116,10 @@ class WriterLock:
                 os.close(fd)
 
 
-def read_content(lock_path: Path) -> LockContent | None:
+def read_content(lock: Path) -> LockContent | None:
     """What the lock file says; None where there is none or it says nothing."""
     try:
-        parsed = json.loads(read_note(lock_path))
+        parsed = json.loads(read_note(lock))
         holder = parsed["holder"]
         if not isinstance(holder, dict):
             return None
@@ -123,16 +128,16 @@ def read_content(lock_path: Path) -> LockContent | None:
         return None
 
 
-def is_held(lock_path: Path) -> bool:
+def is_held(lock: Path) -> bool:
     """True while a live writer holds the lock."""
     try:
-        fd = open_for_flock(lock_path)
+        fd = open_for_flock(lock)
     except FileNotFoundError:
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as exc:
-        content = read_content(lock_path)
+        content = read_content(lock)
         dead = content is not None and content.holder_is_dead()
         return not dead if exc.errno in {errno.EWOULDBLOCK, errno.EACCES} else content is not None and not dead
     else:
@@ -148,13 +153,13 @@ def wait_for_writer(path: Path, timeout_seconds: float) -> None:
         WaitTimeoutError: the writer still holds it.
         WriterDiedError: the writer is gone although its descriptor lives on in another process.
     """
-    lock_path = path.with_name(path.name + LOCK_SUFFIX)
+    lock = lock_path(path)
     deadline = time.monotonic() + timeout_seconds
     next_check = time.monotonic() + _LIVENESS_SECONDS
     pause = _FIRST_PAUSE_SECONDS
     while True:
         try:
-            fd = open_for_flock(lock_path)
+            fd = open_for_flock(lock)
         except FileNotFoundError:
             return
         try:
@@ -172,7 +177,7 @@ def wait_for_writer(path: Path, timeout_seconds: float) -> None:
         now = time.monotonic()
         if now >= next_check or not flock_works:
             next_check = now + _LIVENESS_SECONDS
-            content = read_content(lock_path)
+            content = read_content(lock)
             if content is not None and content.error is not None:
                 return
             if content is not None and content.holder_is_dead() and not path.exists():
@@ -188,15 +193,15 @@ def wait_for_writer(path: Path, timeout_seconds: float) -> None:
         pause = min(pause * 1.5, _LAST_PAUSE_SECONDS)
 
 
-def _acquire(lock_path: Path, patience_seconds: float) -> tuple[int, bool]:
+def _acquire(lock: Path, patience_seconds: float) -> tuple[int, bool]:
     """The descriptor, and whether the lock is more than the file's content."""
     deadline = time.monotonic() + patience_seconds
     while True:
-        fd = os.open(lock_path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o664)
+        fd = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o664)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as exc:
-            content = read_content(lock_path)
+            content = read_content(lock)
             if exc.errno in NO_FLOCK and (content is None or content.error or content.holder_is_dead()):
                 return fd, False
             os.close(fd)
@@ -210,12 +215,12 @@ def _acquire(lock_path: Path, patience_seconds: float) -> tuple[int, bool]:
                     else "another process"
                 )
                 raise TargetExistsError(
-                    errno.EEXIST, f"is being written (or read) by {holder}; use another path or wait", str(lock_path)
+                    errno.EEXIST, f"is being written (or read) by {holder}; use another path or wait", str(lock)
                 ) from exc
             time.sleep(0.01)
             continue
         with contextlib.suppress(FileNotFoundError):
-            if os.stat(lock_path).st_ino == os.fstat(fd).st_ino:
+            if os.stat(lock).st_ino == os.fstat(fd).st_ino:
                 return fd, True
         os.close(fd)  # it was removed between open and flock: take the new one
 

@@ -27,7 +27,7 @@ from layertap.errors import (
     WriterDiedError,
 )
 from layertap.files import format as fmt
-from layertap.files.locks import LOCK_SUFFIX, is_held, read_content, read_note, wait_for_writer
+from layertap.files.locks import is_held, lock_path, read_content, read_note, wait_for_writer
 from layertap.files.paths import QUARANTINE_SUFFIX, error_path
 from layertap.files.values import check_read_dtype, to_tensors
 
@@ -117,7 +117,7 @@ def read_header(path: str | os.PathLike[str]) -> fmt.Header:
     try:
         fd = _open(target)
     except WriterDiedError as exc:
-        if is_held(target.with_name(target.name + LOCK_SUFFIX)):
+        if is_held(lock_path(target)):
             raise WaitTimeoutError(
                 f"{target}: is still being written; load_hidden_states waits for it", request_id=exc.request_id
             ) from None
@@ -151,7 +151,7 @@ def cleanup_hidden_states(path: str | os.PathLike[str], keep_hidden_states: bool
     if not keep_hidden_states:
         target.unlink(missing_ok=True)
     error_path(target).unlink(missing_ok=True)
-    target.with_name(target.name + LOCK_SUFFIX).unlink(missing_ok=True)
+    lock_path(target).unlink(missing_ok=True)
 
 
 def _read_header(fd: int, name: str) -> fmt.Header:
@@ -233,9 +233,9 @@ def _refuse_outdated(path: Path, fd: int) -> None:
     failure = _failure_on_record(path, os.fstat(fd))
     if failure is not None:
         raise failure
-    lock_path = path.with_name(path.name + LOCK_SUFFIX)
-    content = read_content(lock_path)
-    if content is not None and content.replaces and not is_held(lock_path):
+    lock = lock_path(path)
+    content = read_content(lock)
+    if content is not None and content.replaces and not is_held(lock):
         raise WriterDiedError(
             f"{path}: its writer (process {content.holder.get('pid')}) ended before it replaced the file that is there; "
             "cleanup_hidden_states(path, keep_hidden_states=True) makes the old file readable again",
@@ -252,7 +252,7 @@ def _failure_on_record(path: Path, there: os.stat_result | None = None) -> Hidde
         if there is None or record.get("stands") == fmt.identity(there):
             reason, request_id = str(record.get("reason")), record.get("request_id")
             return HiddenStatesError(f"{path}: {reason} (request {request_id})", reason=reason, request_id=request_id)
-    content = read_content(path.with_name(path.name + LOCK_SUFFIX))
+    content = read_content(lock_path(path))
     if content is not None and content.error is not None:
         return HiddenStatesError(
             f"{path}: {content.error} (request {content.request_id})",
@@ -266,9 +266,9 @@ def _why_missing(path: Path) -> HiddenStatesError:
     failure = _failure_on_record(path)
     if failure is not None:
         return failure
-    lock_path = path.with_name(path.name + LOCK_SUFFIX)
-    content = read_content(lock_path)
-    if lock_path.exists():
+    lock = lock_path(path)
+    content = read_content(lock)
+    if lock.exists():
         pid = content.holder.get("pid") if content else "unknown"
         return WriterDiedError(
             f"{path}: its writer (process {pid}) ended before it was published",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from layertap.errors import HiddenStatesError
-from layertap.files.locks import LOCK_SUFFIX, NO_FLOCK, is_held, open_for_flock, read_content
+from layertap.files.locks import LOCK_SUFFIX, NO_FLOCK, is_held, lock_path, open_for_flock, read_content
 from layertap.files.paths import SUFFIX, TEMP_SUFFIX, error_path
 from layertap.files.read import read_header
 
@@ -70,7 +70,7 @@ def reap(
         elif entry.name.endswith(SUFFIX) or entry.name.endswith(SUFFIX + ".error"):
             target = path.with_name(entry.name.removesuffix(".error"))
             if _mtime(path) < deadline and (_is_ours(path, only_marked) if path == target else _is_error(path)):
-                lock = _lock_of(target)
+                lock = lock_path(target)
                 # looked at once more when nobody can write it any more: it may have been replaced meanwhile
                 with _no_writer(lock) as unwritten, _held(path) as unread:
                     if not (unwritten and unread and _mtime(path) < deadline):
@@ -91,7 +91,7 @@ def remove_idle(path: Path) -> int | None:
     Raises:
         OSError: it can't be removed.
     """
-    lock = _lock_of(path)
+    lock = lock_path(path)
     freed = 0
     with _no_writer(lock) as unwritten, _held(path) as unread:
         if not (unwritten and unread):
@@ -102,10 +102,6 @@ def remove_idle(path: Path) -> int | None:
                 one.unlink()
                 freed += size if one == path else 0
     return freed
-
-
-def _lock_of(target: Path) -> Path:
-    return target.with_name(target.name + LOCK_SUFFIX)
 
 
 def _is_orphan(lock: Path, deadline: float) -> bool:

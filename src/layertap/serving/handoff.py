@@ -15,7 +15,7 @@ from layertap.capture.options import StoreOptions
 from layertap.capture.request import RequestOptions
 from layertap.errors import HiddenStatesError, MissingError, OptionError
 from layertap.files.format import Header
-from layertap.files.locks import LOCK_SUFFIX, is_held
+from layertap.files.locks import is_held, lock_path
 from layertap.files.paths import error_path, target_path
 from layertap.files.read import read_header
 from layertap.files.reap import remove_idle
@@ -184,4 +184,4 @@ def _header_or_none(path: Path) -> Header | None:
 
 def _is_being_written(path: Path) -> bool:
     # where flock isn't to be had a living writer counts as a holder for ever, but an error twin says that it is done
-    return is_held(path.with_name(path.name + LOCK_SUFFIX)) and not error_path(path).exists()
+    return is_held(lock_path(path)) and not error_path(path).exists()
