@@ -211,6 +211,7 @@ def test_together_they_use_what_one_would(tmp_path):
     assert [share.options.num_writer_threads for share in shares] == [3] * 3
     assert sum(share.gather.limit_bytes for share in shares) <= 1 << 20
     assert sum(share.most_quarantined for share in shares) <= 16
+    assert [share.sweeps for share in shares].count(True) == 1
 
 
 class Block(torch.nn.Module):

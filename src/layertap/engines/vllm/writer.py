@@ -53,6 +53,7 @@ class WriterSetup:
         num_cells, cell_bytes: of the ring.
         gather: see Unpacker.
         most_quarantined: see Recorder.
+        sweeps: whether this one looks for what a killed one left half-written.
     """
 
     options: StoreOptions
@@ -65,6 +66,7 @@ class WriterSetup:
     cell_bytes: int
     gather: GatherRoom
     most_quarantined: int = MOST_QUARANTINED
+    sweeps: bool = True
 
 
 def make_recorder(setup: WriterSetup, seen: SeenRows | None = None) -> Recorder:
@@ -79,8 +81,9 @@ def make_recorder(setup: WriterSetup, seen: SeenRows | None = None) -> Recorder:
     )
     if is_object_store(setup.options.handover):
         recorder.ship_to(setup.options.handover)
-    folder = Path(setup.options.shared_storage_path)
-    threading.Thread(target=_sweep, args=(folder,), name="layertap-sweep", daemon=True).start()
+    if setup.sweeps:
+        folder = Path(setup.options.shared_storage_path)
+        threading.Thread(target=_sweep, args=(folder,), name="layertap-sweep", daemon=True).start()
     return recorder
 
 

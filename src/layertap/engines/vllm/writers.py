@@ -38,7 +38,10 @@ class Writers:
         seen_fd = shared_memory()
         share = _share(setup, num_processes)
         try:
-            self.all = [RemoteCollector(share, ring, seen_fd) for _ in range(num_processes)]
+            # one look at the folder is enough
+            self.all = [
+                RemoteCollector(replace(share, sweeps=number == 0), ring, seen_fd) for number in range(num_processes)
+            ]
         finally:
             os.close(seen_fd)
         self._of: dict[str, int] = {}
