@@ -130,14 +130,12 @@ class Assembly:
         if num_rows <= have:
             return
         more = min(max(num_rows, 2 * have, _LEAST_ROWS), len(self._candidates)) - have
-        if not have:
-            self._ids = np.zeros(more, np.int64)
-            self._id_steps = np.full(more, -1, np.int64)
-            self._steps = np.full((more, self._steps.shape[1]), -1, np.int64)
-            return
-        self._ids = np.concatenate([self._ids, np.zeros(more, np.int64)])
-        self._id_steps = np.concatenate([self._id_steps, np.full(more, -1, np.int64)])
-        self._steps = np.concatenate([self._steps, np.full((more, self._steps.shape[1]), -1, np.int64)])
+        ids, id_steps = np.zeros(more, np.int64), np.full(more, -1, np.int64)
+        steps = np.full((more, self._steps.shape[1]), -1, np.int64)
+        if have:
+            ids, id_steps = np.concatenate([self._ids, ids]), np.concatenate([self._id_steps, id_steps])
+            steps = np.concatenate([self._steps, steps])
+        self._ids, self._id_steps, self._steps = ids, id_steps, steps
 
     def _note_ids(self, target: slice, ids: NDArray[np.int64], step: int) -> None:
         newer = step >= self._id_steps[target]

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import typer
 
+from layertap.cli import missing_package
 from layertap.errors import LayertapError, OptionError
 
 FAILED = 1
@@ -42,11 +43,10 @@ def errors_explained() -> Iterator[None]:
         say_error(_message(exc))
         raise typer.Exit(FAILED) from exc
     except ModuleNotFoundError as exc:
-        if exc.name is None or exc.name.partition(".")[0] == "layertap":
+        message = missing_package(exc, "this command")
+        if message is None:
             raise
-        say_error(
-            f"{exc.name} isn't installed in this Python environment, and this command needs it: pip install {exc.name}"
-        )
+        say_error(message)
         raise typer.Exit(FAILED) from exc
     except KeyboardInterrupt as exc:
         say("stopped")

@@ -165,16 +165,12 @@ def serve(
     store = {
         "shared_storage_path": None if storage is None else os.path.abspath(storage),
         "handover": handover,
-        "max_storage_bytes": None
-        if max_storage_bytes is None
-        else parse_bytes(max_storage_bytes, "--max-storage-bytes"),
-        "min_free_bytes": None if min_free_bytes is None else parse_bytes(min_free_bytes, "--min-free-bytes"),
-        "max_bytes_in_flight": None
-        if max_bytes_in_flight is None
-        else parse_bytes(max_bytes_in_flight, "--max-bytes-in-flight"),
-        "prefix_rows_bytes": None
-        if prefix_rows_bytes is None
-        else parse_bytes(prefix_rows_bytes, "--prefix-rows-bytes"),
+        **_sizes(
+            max_storage_bytes=max_storage_bytes,
+            min_free_bytes=min_free_bytes,
+            max_bytes_in_flight=max_bytes_in_flight,
+            prefix_rows_bytes=prefix_rows_bytes,
+        ),
         "save_dtype": save_dtype,
         "capture_by_default": capture_by_default,
         "allow_custom_save_path": _custom_paths(allow_custom_save_path),
@@ -245,6 +241,13 @@ def _custom_paths(given: list[str] | None) -> bool | list[str] | None:
     if given in (["true"], ["false"]):
         return given == ["true"]
     return [os.path.abspath(folder) for folder in given]
+
+
+def _sizes(**given: str | None) -> dict[str, int | None]:
+    """Options that are sizes, in bytes, by their names."""
+    return {
+        name: None if text is None else parse_bytes(text, f"--{name.replace('_', '-')}") for name, text in given.items()
+    }
 
 
 def _seconds(text: str) -> float | None:

@@ -106,15 +106,9 @@ def prepare_folder(
         existing = read_manifest(folder)
     except MissingError:
         _refuse_strangers(folder)
-        for leftover in _temporaries(folder):
-            leftover.unlink(missing_ok=True)
-        _write_manifest(folder, manifest)
-        return Prepared(manifest=manifest, done=_done([], []), damaged=[])
+        return _begin(folder, manifest, _temporaries(folder))
     if not part_paths(folder):  # a run that ended before it published anything binds nobody
-        for leftover in list(leftovers(folder, existing)):
-            leftover.unlink(missing_ok=True)
-        _write_manifest(folder, manifest)
-        return Prepared(manifest=manifest, done=_done([], []), damaged=[])
+        return _begin(folder, manifest, leftovers(folder, existing))
     existing.refuse_unless_same(manifest, folder)
     index: list[NDArray[np.int64]] = []
     hashes: list[NDArray[np.void]] = []
@@ -170,6 +164,14 @@ def open_records(records: Iterable[Record], done: Done) -> Iterator[Record]:
     for record in records:
         if not isinstance(record, InputRecord) or done.get(record.index) is None:
             yield record
+
+
+def _begin(folder: Path, manifest: Manifest, left: Iterable[Path]) -> Prepared:
+    """Make a set that has no samples yet, without what an earlier run left."""
+    for leftover in list(left):
+        leftover.unlink(missing_ok=True)
+    _write_manifest(folder, manifest)
+    return Prepared(manifest=manifest, done=_done([], []), damaged=[])
 
 
 def leftovers(folder: Path, manifest: Manifest) -> Iterator[Path]:

@@ -56,10 +56,9 @@ def gated_files_app(folder: Path, *, api_keys: Sequence[str] = (), allow_delete:
 
 def serve_folder(folder: Path, *, host: str, port: int, api_keys: Sequence[str], allow_delete: bool) -> None:
     """Serve until SIGTERM or SIGINT."""
-    from layertap.serving.listening import Server, bind, is_loopback, run, signals_end_the_server, url_of
+    from layertap.serving.listening import Server, bind, run, signals_end_the_server, url_of, warn_if_open
 
-    if not is_loopback(host) and not api_keys:
-        logger.warning("listening on %s without --api-key: everybody who reaches it may read the files", host)
+    warn_if_open(host, api_keys, "read the files")
     app = gated_files_app(folder, api_keys=api_keys, allow_delete=allow_delete)
     claimed = bind(host, port)
     address = url_of(host, claimed)

@@ -110,13 +110,12 @@ def serve(options: ServeOptions) -> None:
     """
     from layertap.llm import AsyncLLM
     from layertap.serving.app import build_app
-    from layertap.serving.listening import Server, bind, is_loopback, run, signals_end_the_server, url_of
+    from layertap.serving.listening import Server, bind, run, signals_end_the_server, url_of, warn_if_open
 
     config = store_config(options)
     StoreOptions.parse(config["kv_connector_extra_config"])
     engine_options = _engine_options(options.engine_options)
-    if not is_loopback(options.host) and not options.settings.api_keys:
-        logger.warning("listening on %s without --api-key: everybody who reaches it may use it", options.host)
+    warn_if_open(options.host, options.settings.api_keys, "use it")
     # the engine's thread computes all the time: let the event loop in more often than every 5 ms
     sys.setswitchinterval(0.001)
     claimed = bind(options.host, options.port)

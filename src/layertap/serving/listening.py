@@ -3,14 +3,17 @@
 import asyncio
 import contextlib
 import errno
+import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import uvicorn
 
 from layertap.errors import LayertapError, OptionError
+
+logger = logging.getLogger(__name__)
 
 _LOOPBACK = ("localhost", "::1")
 _BACKLOG = 2048
@@ -46,6 +49,12 @@ def _is_taken(exc: Exception) -> bool:
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach an address."""
     return host in _LOOPBACK or host.startswith("127.")
+
+
+def warn_if_open(host: str, api_keys: Sequence[str], may: str) -> None:
+    """Say so where other machines reach a server that asks for no key, and what everybody may do there."""
+    if not is_loopback(host) and not api_keys:
+        logger.warning("listening on %s without --api-key: everybody who reaches it may %s", host, may)
 
 
 def url_of(host: str, claimed: socket.socket) -> str:

@@ -14,7 +14,7 @@ from layertap.engines.vllm.installed import require_vllm
 from layertap.errors import OptionError
 from layertap.params import CONNECTORS, layers_of_speculative_config
 from layertap.serving.launch import ServeOptions, store_config
-from layertap.serving.listening import is_loopback
+from layertap.serving.listening import warn_if_open
 from layertap.serving.settings import VLLM_KEY_ENV, ServerSettings
 from layertap.serving.vllm_admission import FRONT_ENV
 from layertap.serving.vllm_middleware import CONFIG_ENV, MiddlewareConfig
@@ -147,8 +147,7 @@ def exec_vllm(options: ServeOptions, more: Sequence[str]) -> NoReturn:
     """
     command, environment = vllm_command(options, more)
     require_vllm()
-    if not is_loopback(options.host) and not options.settings.api_keys:
-        logger.warning("listening on %s without --api-key: everybody who reaches it may use it", options.host)
+    warn_if_open(options.host, options.settings.api_keys, "use it")
     logger.info("running %s", shlex.join(command[1:]))
     given = {name: value for name, value in os.environ.items() if name != VLLM_KEY_ENV}
     os.execve(command[0], command, {**given, **environment})

@@ -1,4 +1,4 @@
-"""How soon a thread gets the interpreter's lock back, while extraction runs on a GPU.
+"""How soon a thread gets the interpreter's lock back, while extraction or generation runs on a GPU.
 
 Each launch of a kernel drops the lock, and a writer thread that has taken it gives it back only after the switch interval: 5 ms by
 default, in which hundreds of kernels could have been launched.
