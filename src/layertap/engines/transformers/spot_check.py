@@ -7,9 +7,9 @@ only if more than a fiftieth of its rows in some layer are far off.
 
 from __future__ import annotations
 
-import random
 import threading
 from dataclasses import dataclass, field
+from random import randrange
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class SpotCheck:
         if self.one_in <= 0:
             return False
         if self._until_next < 0:
-            self._until_next = random.randrange(self.one_in)
+            self._until_next = randrange(self.one_in)
         self._until_next -= 1
         if self._until_next >= 0:
             return False
