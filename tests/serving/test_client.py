@@ -99,9 +99,9 @@ def test_waiting_ends_with_the_file_its_reason_or_the_timeout(llm, remote):
 
 def test_a_file_is_waited_for_longer_than_one_request_may_take(llm, server):
     slow = HandCapture(llm.front, f"slow-{secrets.token_hex(4)}")
-    publisher = threading.Timer(1.0, slow.publish)
+    publisher = threading.Timer(3.0, slow.publish)
     publisher.start()
-    with HiddenStatesClient(server.url, local=False, timeout=0.3, retries=0) as client:
+    with HiddenStatesClient(server.url, local=False, timeout=2.0, retries=0) as client:
         client.wait(slow.name, timeout=60)
         assert client.fetch_raw(slow.name, timeout=60).token_ids.tolist() == slow.ids
     publisher.join()
