@@ -100,7 +100,7 @@ class PromptReader:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise PromptError(f"messages[{number}]: expected a dict with 'role' and 'content', got {message!r}")
 
-        read = [_as_templates_read(message) for message in messages]
+        read = [as_templates_read(message) for message in messages]
 
         def rendered(tools: list[Mapping[str, Any]] | None) -> str:
             return str(
@@ -181,8 +181,12 @@ def _whole(token: Any, place: int) -> int:
     raise PromptError(f"prompt_token_ids[{place}]: expected a token id, got {token!r}")
 
 
-def _as_templates_read(message: Mapping[str, Any]) -> dict[str, Any]:
-    """OpenAI's form of a message as text templates read it, and as vLLM gives it to them: a text, and a dict of arguments."""
+def as_templates_read(message: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI's form of a message as text templates read it, and as vLLM gives it to them: a text, and a dict of arguments.
+
+    Raises:
+        PromptError: a part of its content isn't text, or arguments aren't a JSON object.
+    """
     content = message.get("content")
     if content is None:
         message = {**message, "content": ""}

@@ -170,6 +170,17 @@ def talks(draw):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
+def test_a_chat_that_the_assistant_begins_is_masked_or_refused_where_no_header_shows_its_start(tokenizers, name):
+    talk = [assistant("<|im_start|>assistant\nHello."), user("Why?"), assistant("Because.")]
+    if name in ("mistral", "llama2"):
+        with pytest.raises(PromptError, match="begin the chat with another message"):
+            trained(tokenizers[name, False], talk)
+    else:
+        assert_like_transformers(tokenizers, name, talk)
+        assert_like_transformers(tokenizers, name, talk[:1])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=25, deadline=None)
 @given(talk=talks())
 def test_masks_found_from_outside_are_those_of_the_marks_for_any_content(tokenizers, name, talk):

@@ -220,6 +220,8 @@ class _Chat:
     def start_of(self, number: int, first: int) -> int:
         """Where the model took over in turn `number`, whose content is first seen at `first`."""
         before = self.messages[:number]
+        if not before:
+            return self._start_of_first(first)
         prompt = _Rendering(before, self._render(before, True), True)
         start = self._taken_over(0, prompt.text)
         if start is None:
@@ -235,6 +237,20 @@ class _Chat:
                 f"({prompt.text[-80:]!r}), so the turn's start can't be told; run without loss masks"
             )
         return min(start, first)
+
+    def _start_of_first(self, first: int) -> int:
+        """Where the model took over in a turn that no message stands before: no template renders an empty chat."""
+        asked: list[Message] = [{"role": "user", "content": self._probe}]
+        prompt = self._render(asked, True)
+        header = prompt[_common_prefix(prompt, self._render(asked, False)) :]
+        opening = _OPENED_REASONING.sub("", header)
+        if not opening.strip() or self.whole.text.count(opening, 0, first) != 1:
+            raise PromptError(
+                "loss mask: messages[0] is the assistant's, and the chat template doesn't show where the model took over "
+                "before it; begin the chat with another message, or run without loss masks"
+            )
+        at = self.whole.text.index(opening)
+        return min(at + _common_prefix(self.whole.text[at : at + len(header)], header), first)
 
     def _taken_over(self, at: int, header: str) -> int | None:
         """The end of the generation prompt `header` in the chat, where it stands at `at`."""

@@ -9,7 +9,7 @@ from layertap.datasets.inputs import InputRecord
 from layertap.datasets.masks import LossMasks
 from layertap.engines.base import ModelInfo
 from layertap.errors import PromptError
-from layertap.prompts import Prompt, PromptReader
+from layertap.prompts import Prompt, PromptReader, as_templates_read
 
 Kept: TypeAlias = Literal["all", "trained"]
 
@@ -86,7 +86,7 @@ class RecordTokenizer:
         return self._masks.spans(
             prompt.text,
             prompt.token_ids,
-            chat.messages,
+            [as_templates_read(message) for message in chat.messages],
             chat.tools,
             add_generation_prompt=self._add_generation_prompt,
         )
