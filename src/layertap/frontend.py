@@ -125,6 +125,7 @@ class Frontend:
         request_id: str | None = None,
         *,
         owner: str = "",
+        may_replace: Callable[[Path], None] | None = None,
     ) -> "list[Request]":
         """Reserve everything that a request needs, all of it or nothing; `submit` (or `withdraw`) has to follow.
 
@@ -134,6 +135,7 @@ class Frontend:
             on_update: called on the engine's thread whenever the output of one changed; must not block.
             request_id: unique among what runs; made if None.
             owner: whose tags these are, where several clients share the store.
+            may_replace: raises if what is at a path may not be replaced by this client.
 
         Raises:
             OptionError, TargetExistsError, StoreFullError, OSError: nothing is reserved.
@@ -152,7 +154,7 @@ class Frontend:
         try:
             if plan is not None:
                 for place, request in enumerate(requests):
-                    self._reserve(plan, place, request, request_id)
+                    self._reserve(plan, place, request, request_id, may_replace)
                 if plan.options.tag is not None:
                     handles = [handle(capture) for request in requests for capture in request.captures if capture]
                     reserve_tag(self.options.shared_storage_path, plan.options.tag, request_id, handles, owner=owner)
@@ -174,7 +176,14 @@ class Frontend:
         name = f"{request_id}-{place}-0" if place else request_id
         return Request(name, prompt, params, max_tokens, self.engine.tokenizer, on_update, self._forget)
 
-    def _reserve(self, plan: CapturePlan, place: int, request: "Request", request_id: str) -> None:
+    def _reserve(
+        self,
+        plan: CapturePlan,
+        place: int,
+        request: "Request",
+        request_id: str,
+        may_replace: Callable[[Path], None] | None,
+    ) -> None:
         options = plan.options
         base = target_path(self.options, request_id, options.hidden_states_path)
         spec = self.spec(plan, request.prompt, request.max_tokens)
@@ -182,6 +191,8 @@ class Frontend:
         for choice in range(request.params.n):
             suffix = f"-{place}-{choice}" if place or choice else ""
             path = base.with_name(base.name.removesuffix(SUFFIX) + suffix + SUFFIX) if suffix else base
+            if options.overwrite and may_replace is not None:
+                may_replace(path)
             capture = self.recorder.admit(
                 spec,
                 request_id=request_id + suffix,

@@ -197,7 +197,7 @@ class LLM:
         if options.positions == "output":
             raise OptionError("positions: 'output' has no meaning in extract, which generates nothing")
         items: Iterable[Any] = prompts if isinstance(prompts, Iterator) else as_prompt_list(prompts)
-        folder = None if storage is None else Path(os.path.abspath(storage))
+        folder = None if storage is None else Path(os.path.abspath(os.path.expanduser(storage)))
         if folder is not None:
             check_folder(folder, "storage")
         more: dict[str, Any] = {"share_prefixes": share_prefixes}

@@ -55,7 +55,7 @@ class StoreConfig:
                 raise OptionError(
                     "storage: give the folder once, here or as kv_connector_extra_config.shared_storage_path"
                 )
-            options = StoreOptions(shared_storage_path=os.fspath(storage))
+            options = StoreOptions(shared_storage_path=os.path.expanduser(storage))
         if stores:
             check_folder(Path(os.path.abspath(options.shared_storage_path)), "storage")
         named = [("layers", layers), ("kv_connector_extra_config.layers", options.layers)]

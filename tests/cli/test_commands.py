@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from layertap import LLM
 from layertap.cli.app import make_app
+from layertap.datasets.extraction import RunOptions, extract_dataset
+from layertap.datasets.fingerprint import model_fingerprint
+from layertap.datasets.inputs import open_input
 from layertap.datasets.reader import open_dataset
 from layertap.testing import zoo
 
@@ -119,6 +123,24 @@ def test_wrong_words_are_refused_with_what_is_wrong(run, model, prompts, words, 
     assert message in result.output
     assert "Traceback" not in result.output
     assert not (tmp_path / "states" / "manifest.json").exists()
+
+
+def test_a_path_from_home_is_in_the_home_folder_with_or_without_a_shell(run, model, prompts, tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    shutil.copytree(model, home / "m")
+    shutil.copy(prompts, home / "in.jsonl")
+    monkeypatch.setenv("HOME", str(home))
+    result = run("extract", "~/m", "~/in.jsonl", "--layers", "1", "--out=~/by-command")
+    assert result.exit_code == 0, result.output
+    with LLM("~/m", layers="all", storage="~/requests") as llm:
+        assert llm.info.model == str(home / "m")
+        extract_dataset(llm, open_input("~/in.jsonl"), "~/by-python", RunOptions(layers=[1]))
+        assert next(llm.extract([[9]], layers=[1], storage="~/files")).path.parent == home / "files"
+        (output,) = llm.generate([[9]], {"max_tokens": 1}, use_tqdm=False)
+        assert output.kv_transfer_params["hidden_states_path"].startswith(str(home / "requests"))
+    manifests = [open_dataset(f"~/{name}").manifest for name in ("by-command", "by-python")]
+    assert [one.rows.model_fingerprint for one in manifests] == [model_fingerprint(model, None)] * 2
+    assert not (tmp_path / "~").exists()
 
 
 def test_a_run_with_other_layers_is_refused(run, model, prompts, states):

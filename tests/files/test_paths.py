@@ -79,6 +79,21 @@ def test_true_means_anywhere(tmp_path):
     assert target_path(options, "r", str(tmp_path / "b.safetensors")) == tmp_path / "b.safetensors"
 
 
+@pytest.mark.parametrize("allowed", [True, "folder"])
+@pytest.mark.parametrize(
+    "name",
+    ["a.safetensors.lock", "a.safetensors.error", ".a.layertap-tmp", "a.quarantined", "tags/a.json", "link/k/a.x"],
+)
+def test_what_the_store_itself_writes_beside_files_cannot_be_named(tmp_path, name, allowed):
+    (tmp_path / "tags").mkdir()
+    (tmp_path / "link").symlink_to("tags")
+    options = StoreOptions(
+        shared_storage_path=str(tmp_path), allow_custom_save_path=True if allowed is True else (str(tmp_path),)
+    )
+    with pytest.raises(OptionError, match="hidden_states_path: .* take a"):
+        target_path(options, "r", str(tmp_path / name))
+
+
 def test_a_tag_is_taken_once(tmp_path):
     handles = [{"hidden_states_path": "/x", "hidden_states_id": "r"}]
     reserve_tag(str(tmp_path), "mine", "r", handles)

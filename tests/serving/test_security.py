@@ -83,6 +83,31 @@ def test_every_other_path_is_refused_and_nothing_is_written(guarded, folders, pa
     assert guarded.state.front.num_running == 0
 
 
+def test_a_key_replaces_its_own_files_only(make_llm, folders):
+    llm = make_llm(folders / "shared", allow_custom_save_path=[str(folders / "shared")])
+    with run_background(llm.front, ServerSettings(api_keys=("one", "two"))) as running:
+
+        def put(key, path):
+            options = {"hidden_states_path": str(path), "overwrite": True, "tag": secrets.token_hex(4)}
+            body = {"prompt": "a path", "max_tokens": 1, "kv_transfer_params": options}
+            headers = {"authorization": f"Bearer {key}"}
+            answer = httpx.post(f"{running.url}/v1/completions", json=body, headers=headers, timeout=60)
+            wait_until_at_rest(running)
+            return answer
+
+        mine, foreign = folders / "shared" / "mine.safetensors", folders / "shared" / "foreign.txt"
+        assert put("one", mine).status_code == 200
+        foreign.write_text("precious")
+        kept = mine.read_bytes()
+        for path in (mine, foreign):
+            refused = put("two", path)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (409, "target_exists")
+            assert "API key" in refused.json()["error"]["message"]
+        assert (mine.read_bytes(), foreign.read_text()) == (kept, "precious")
+        assert put("one", mine).status_code == 200
+        assert mine.read_bytes() != kept
+
+
 def test_files_and_weights_are_read_only_unless_the_server_says_otherwise(guarded):
     answer = ask(guarded)
     name = f"{guarded.url}/v1/hidden_states/{answer.json()['id']}"

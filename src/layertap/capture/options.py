@@ -31,7 +31,7 @@ def _handover(value: Any) -> str:
 
 
 def _path(value: Any) -> str:
-    return parsing.text(os.fspath(value) if isinstance(value, os.PathLike) else value)
+    return os.path.expanduser(parsing.text(os.fspath(value) if isinstance(value, os.PathLike) else value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,8 @@
-"""The page that `layertap COMMAND --help` prints: no name is ever cut, however narrow the terminal is."""
+"""How commands read their words, and the page that `layertap COMMAND --help` prints: no name is ever cut, however narrow
+the terminal is."""
 
 import inspect
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +16,10 @@ from typer.core import TyperCommand
 class Command(TyperCommand):
     """A command of layertap. Each panel has two columns: names, and what they mean with type and default."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """`~/states` is in the home folder also where no shell says so, as in `--out=~/states`."""
+        return super().parse_args(ctx, [_at_home(word) for word in args])
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """See the class."""
         console = Console(highlight=False)
@@ -23,6 +29,11 @@ class Command(TyperCommand):
         console.print()
         for title, params in _panels(self.get_params(ctx)):
             console.print(Panel(_table(params), title=title, title_align="left", border_style="dim"))
+
+
+def _at_home(word: str) -> str:
+    name, is_, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    return f"{name}{is_}{os.path.expanduser(value)}" if value == "~" or value.startswith("~/") else word
 
 
 def _usage(command: TyperCommand, ctx: Any) -> str:

@@ -7,6 +7,7 @@ Running it again continues: finished samples are verified by their checksums and
 """
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -165,7 +166,7 @@ def extract_dataset(
         TargetExistsError: another job writes to the folder.
         StoreFullError: the disk is full. Finished samples are kept, as after every other error.
     """
-    folder = Path(folder).absolute()
+    folder = Path(os.path.expanduser(folder)).absolute()
     options = replace(options, template_date=options.template_date or known_date(folder))
     manifest = make_manifest(llm, source, options)
     report = RunReport(folder=folder)

@@ -7,6 +7,7 @@ differ fail. What a file doesn't say, and nobody else did, is on record as unkno
 """
 
 import contextlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -96,7 +97,7 @@ def import_dataset(
         TargetExistsError: another job writes to the set.
         StoreFullError: the disk is full; finished samples are kept.
     """
-    folder, out = Path(folder).absolute(), Path(out).absolute()
+    folder, out = (Path(os.path.expanduser(place)).absolute() for place in (folder, out))
     if out.resolve().is_relative_to(folder.resolve()) or folder.resolve().is_relative_to(out.resolve()):
         raise OptionError(f"{out}: the data set can't lie in the folder that is imported, nor the other way round")
     source = open_source(folder, options.format)

@@ -10,6 +10,7 @@ its place in the count, and the records behind it follow. Blank lines are no rec
 """
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -115,7 +116,7 @@ def open_input(
         OptionError: an option has a value that doesn't exist.
         PromptError: there is no such file.
     """
-    path = Path(path)
+    path = Path(os.path.expanduser(path))
     if format is not None and format not in get_args(InputFormat):
         raise OptionError(f"format: {format!r} is none of {', '.join(get_args(InputFormat))}")
     if field is not None and field not in FIELDS:

@@ -7,6 +7,7 @@ died and the driver hadn't published is computed again by another one, and can't
 
 import contextlib
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -130,7 +131,8 @@ def extract_with_ray(
     if str(engine_options.get("device") or "").startswith("cuda:"):
         raise OptionError("device: Ray gives each actor its GPU; say 'cuda' or nothing")
     ray = _connected_ray()
-    folder = Path(folder).absolute()
+    folder = Path(os.path.expanduser(folder)).absolute()
+    model = os.path.expanduser(model)
     model = str(Path(model).absolute()) if Path(model).exists() else model
     options = replace(options, template_date=options.template_date or known_date(folder) or date.today())
     report = RayReport(folder=folder)

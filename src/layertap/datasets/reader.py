@@ -9,6 +9,7 @@ A set that is still being written can be opened; it shows the shards that are pu
 
 import contextlib
 import operator
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +76,7 @@ def open_dataset(path: str | Path, *, verify: bool = False, dtype: str | None = 
         OptionError: a dtype that rows can't be read as.
     """
     check_read_dtype(dtype)
-    folder = Path(path).absolute()
+    folder = Path(os.path.expanduser(path)).absolute()
     shares = find_shares(folder)
     if shares:
         return Dataset(folder, joined_manifest(shares), joined_lookup(folder, shares), verify=verify, read_dtype=dtype)

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layertap.errors import TargetExistsError, WaitTimeoutError, WriterDiedError
+from layertap.files.paths import LOCK_SUFFIX
 
-LOCK_SUFFIX = ".lock"
 NO_FLOCK = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 """What a file system answers that has no flock."""
 _CONTENT_BYTES = 4096

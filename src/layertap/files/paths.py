@@ -11,8 +11,12 @@ from layertap.capture.options import StoreOptions
 from layertap.errors import OptionError
 
 SUFFIX = ".safetensors"
+LOCK_SUFFIX = ".lock"
+ERROR_SUFFIX = ".error"
 TEMP_SUFFIX = ".layertap-tmp"
 QUARANTINE_SUFFIX = ".quarantined"
+TAGS_FOLDER = "tags"
+_BESIDE = (LOCK_SUFFIX, ERROR_SUFFIX, TEMP_SUFFIX, QUARANTINE_SUFFIX)
 _MAX_NAME_BYTES = 180  # leaves room for suffixes under the usual limit of 255
 
 logger = logging.getLogger(__name__)
@@ -60,7 +64,7 @@ def target_path(options: StoreOptions, request_id: str, custom: str | None) -> P
         custom: the request's `hidden_states_path`; ignored with a warning unless allowed, as vLLM documents it.
 
     Raises:
-        OptionError: the path is allowed only inside given folders, and leaves them.
+        OptionError: the path is allowed only inside given folders, and leaves them; or its name means something else to the store.
     """
     default = Path(os.path.abspath(options.shared_storage_path)) / (safe_name(request_id) + SUFFIX)
     if custom is None:
@@ -74,9 +78,16 @@ def target_path(options: StoreOptions, request_id: str, custom: str | None) -> P
     path = Path(os.path.abspath(custom))
     if custom.endswith("/") or path.is_dir():
         raise OptionError(f"kv_transfer_params.hidden_states_path: {custom!r} is a folder, expected a file's name")
+    if path.name.endswith(_BESIDE):
+        raise OptionError(
+            f"kv_transfer_params.hidden_states_path: {custom!r} ends like what stands beside a file "
+            f"({', '.join(_BESIDE)}); take a name that ends in {SUFFIX}"
+        )
+    real_parent = Path(os.path.realpath(path.parent))
+    if real_parent.is_relative_to(Path(os.path.realpath(options.shared_storage_path), TAGS_FOLDER)):
+        raise OptionError(f"kv_transfer_params.hidden_states_path: {custom!r} is where tags are; take another folder")
     if allowed is True:
         return path
-    real_parent = Path(os.path.realpath(path.parent))
     if not any(real_parent.is_relative_to(os.path.realpath(folder)) for folder in allowed):
         raise OptionError(
             f"kv_transfer_params.hidden_states_path: {custom!r} is outside the allowed folders {list(allowed)}"
@@ -92,7 +103,7 @@ def temporary_path(path: Path) -> Path:
 
 def error_path(path: Path) -> Path:
     """Where the reason stands if `path` can't be published."""
-    return path.with_name(path.name + ".error")
+    return path.with_name(path.name + ERROR_SUFFIX)
 
 
 def quarantine_path(path: Path) -> Path:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from layertap.errors import HiddenStatesError
-from layertap.files.locks import LOCK_SUFFIX, NO_FLOCK, is_held, lock_path, open_for_flock, read_content
-from layertap.files.paths import SUFFIX, TEMP_SUFFIX, error_path
+from layertap.files.locks import NO_FLOCK, is_held, lock_path, open_for_flock, read_content
+from layertap.files.paths import LOCK_SUFFIX, SUFFIX, TEMP_SUFFIX, error_path
 from layertap.files.read import read_header
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from layertap.errors import OptionError
-from layertap.files.paths import TEMP_SUFFIX, temporary_path
+from layertap.files.paths import TAGS_FOLDER, TEMP_SUFFIX, temporary_path
 
 
 def tag_path(storage: str, tag: str, owner: str = "") -> Path:
     """Where a tag's record is. Tags are plain names (RequestOptions checks that); so are owners, each with a folder."""
-    return Path(storage) / "tags" / owner / f"{tag}.json"
+    return Path(storage) / TAGS_FOLDER / owner / f"{tag}.json"
 
 
 def reserve_tag(storage: str, tag: str, request_id: str, handles: Sequence[dict[str, Any]], *, owner: str = "") -> Path:
@@ -64,11 +64,11 @@ def expire_tags(storage: str, older_than: float) -> int:
         How many records.
     """
     removed = 0
-    for path in (Path(storage) / "tags").rglob(f".*{TEMP_SUFFIX}"):
+    for path in (Path(storage) / TAGS_FOLDER).rglob(f".*{TEMP_SUFFIX}"):
         with contextlib.suppress(OSError):
             if path.stat().st_mtime < older_than:
                 path.unlink()
-    for path in (Path(storage) / "tags").rglob("*.json"):
+    for path in (Path(storage) / TAGS_FOLDER).rglob("*.json"):
         try:
             if path.stat().st_mtime >= older_than:
                 continue

@@ -87,6 +87,8 @@ def from_exception(exc: BaseException, *, path_is_the_clients: bool = False) -> 
     if isinstance(exc, ApiError):
         return exc
     message = str(exc) or type(exc).__name__
+    if isinstance(exc, OSError) and exc.errno is not None:  # without Python's "[Errno 17]"
+        message = exc.strerror if exc.filename is None else f"{exc.filename}: {exc.strerror}"
     if isinstance(exc, StoreFullError):
         return ApiError(507, message, code="store_full")
     if isinstance(exc, TargetExistsError):

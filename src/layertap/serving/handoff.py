@@ -5,6 +5,7 @@ The state is read from the store itself (the file, its lock, its error twin), so
 """
 
 import contextlib
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 from layertap.capture.options import StoreOptions
 from layertap.capture.request import RequestOptions
-from layertap.errors import HiddenStatesError, MissingError, OptionError
+from layertap.errors import HiddenStatesError, MissingError, OptionError, TargetExistsError
 from layertap.files.format import Header
 from layertap.files.locks import is_held, lock_path
 from layertap.files.paths import error_path, target_path
@@ -174,6 +175,18 @@ class FileDesk:
             return False
         self._deleted(freed)
         return True
+
+
+def refuse_anothers_file(path: Path, caller: Caller) -> None:
+    """Keep a client from replacing what isn't a request's of its key.
+
+    Raises:
+        TargetExistsError: it isn't.
+    """
+    if caller.owner and os.path.lexists(path):
+        header = _header_or_none(path)
+        if header is None or not caller.may_see(header.info.facts.get("request_id", "")):
+            raise TargetExistsError(f"{path} exists already, and isn't one of this API key's; take another path")
 
 
 def _header_or_none(path: Path) -> Header | None:

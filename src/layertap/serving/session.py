@@ -15,6 +15,7 @@ from layertap.frontend import Frontend, Request
 from layertap.outputs import CompletionOutput, Logprob
 from layertap.params import SamplingParams
 from layertap.prompts import Prompt
+from layertap.serving.handoff import refuse_anothers_file
 from layertap.serving.identity import Caller
 
 T = TypeVar("T")
@@ -182,7 +183,14 @@ async def open_session(
 
     def start() -> list[Request]:
         prompts = read_prompts()
-        requests = front.admit(prompts, params, session.on_update, request_id, owner=caller.owner)
+        requests = front.admit(
+            prompts,
+            params,
+            session.on_update,
+            request_id,
+            owner=caller.owner,
+            may_replace=lambda path: refuse_anothers_file(path, caller),
+        )
         on_admitted(requests)
         front.submit(requests)
         return requests

@@ -20,6 +20,7 @@ from layertap.files.claims import taken_by_another
 from layertap.files.paths import SUFFIX, target_path
 from layertap.files.tags import reserve_tag
 from layertap.serving.api_errors import ApiError, from_exception
+from layertap.serving.handoff import refuse_anothers_file
 from layertap.serving.identity import Caller, new_id
 from layertap.writing.room import Reservation, StoreRoom
 
@@ -187,6 +188,7 @@ class RequestDesk:
                 path = base.with_name(f"{base.name.removesuffix(SUFFIX)}{suffix}{SUFFIX}")
                 if not options.overwrite and os.path.lexists(path):
                     raise TargetExistsError(f"{path} exists already; `overwrite` would replace it")
+                refuse_anothers_file(path, caller)
                 handles.append({"hidden_states_path": str(path), "hidden_states_id": name + suffix})
         replaces = None if options.hidden_states_path is None else options.overwrite
         tag: Path | None = None

@@ -92,7 +92,7 @@ class TransformersEngine:
         self._lock = threading.Lock()
         eos_token_ids, defaults = read_generation_config(self._source)
         self.info = ModelInfo(
-            model=str(model),
+            model=self._source.name,
             revision=self._source.revision,
             num_layers=self.weights.num_layers,
             hidden_size=layout.hidden_size,

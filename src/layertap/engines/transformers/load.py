@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,7 +101,8 @@ def open_model(
     """
     from transformers import AutoConfig
 
-    path, gguf_file = _locate(str(model))
+    model = os.path.expanduser(model)
+    path, gguf_file = _locate(model)
     where = str(Path(path) / gguf_file) if gguf_file else path
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if gguf_file:
@@ -116,7 +118,7 @@ def open_model(
     if model_class.config_class is type(config.get_text_config(decoder=True)):
         config = config.get_text_config(decoder=True)  # a text decoder taken out of a multimodal checkpoint
     return ModelSource(
-        name=str(model),
+        name=model,
         path=path,
         gguf_file=gguf_file,
         revision=revision,
@@ -149,7 +151,7 @@ def open_tokenizer(source: ModelSource, path: str | Path | None = None) -> Any:
 
 def _locate(model: str) -> tuple[str, str | None]:
     """Split MODEL into a folder or hub id, and a GGUF file in it."""
-    path = Path(model).expanduser()
+    path = Path(model)
     if path.is_dir():
         if not (path / "config.json").exists():
             ggufs = sorted(path.glob("*.gguf"))

@@ -90,7 +90,7 @@ class VllmFrontend:
             "capture_by_default": False,
         }
         self._llm = LLM(
-            model=model,
+            model=os.path.expanduser(model),
             kv_transfer_config=KVTransferConfig(
                 kv_connector=CONNECTOR, kv_role="kv_producer", kv_connector_extra_config=extra
             ),
