@@ -88,7 +88,8 @@ def from_exception(exc: BaseException, *, path_is_the_clients: bool = False) -> 
         return exc
     message = str(exc) or type(exc).__name__
     if isinstance(exc, OSError) and exc.errno is not None:  # without Python's "[Errno 17]"
-        message = exc.strerror if exc.filename is None else f"{exc.filename}: {exc.strerror}"
+        said = exc.strerror or message
+        message = said if exc.filename is None else f"{exc.filename}: {said}"
     if isinstance(exc, StoreFullError):
         return ApiError(507, message, code="store_full")
     if isinstance(exc, TargetExistsError):
