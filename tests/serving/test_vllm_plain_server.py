@@ -10,9 +10,12 @@ from pathlib import Path
 import httpx
 import pytest
 import vllm_process
+from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
+from waiting import wait_until
 
 from layertap import load_hidden_states
+from layertap.files.read import read_header
 from layertap.testing import oracle
 
 pytestmark = [
@@ -86,6 +89,22 @@ def test_layers_come_from_the_documented_flags_whose_draft_model_isnt_run(server
         [*choice["prompt_token_ids"], *choice["token_ids"]][:-1],
     )
     assert "vllm:spec_decode" not in httpx.get(f"{server[0]}/metrics", timeout=60).text
+
+
+def published(server):
+    """Files and rows as the metrics have them."""
+    families = text_string_to_metric_families(httpx.get(f"{server[0]}/metrics", timeout=60).text)
+    found = {sample.name: sample.value for family in families for sample in family.samples}
+    return found["layertap:files_total"], found["layertap:rows_total"]
+
+
+def test_what_was_published_is_in_the_metrics_though_no_further_request_comes(server):
+    status, answer = ask(server, prompt="the last for a while", max_tokens=3)
+    assert status == 200
+    load_hidden_states(answer["kv_transfer_params"]["hidden_states_path"], timeout=60)
+    rows = [read_header(path).info.num_rows for path in server[1].glob("*.safetensors")]
+    expected = len(rows), sum(rows)
+    wait_until(lambda: published(server) == expected, "the metrics of an idle server are behind", seconds=30)
 
 
 def test_a_chat_takes_the_options_of_a_request(server):

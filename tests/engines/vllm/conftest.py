@@ -9,6 +9,7 @@ import pytest
 _WITHOUT_VLLM = {
     "test_arena.py",
     "test_bank.py",
+    "test_idle.py",
     "test_private.py",
     "test_remote.py",
     "test_stages.py",

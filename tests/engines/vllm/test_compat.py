@@ -104,6 +104,21 @@ def test_parallelism_that_splits_a_batch_is_refused(make_config, name, value, me
             step(config)
 
 
+def test_drafts_that_are_shared_out_on_the_gpu_are_refused(make_config):
+    from layertap.errors import EngineError
+
+    config = make_config(
+        speculative_config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2},
+    )
+    choose_executor(config)
+    config.speculative_config.enable_adaptive_verification = True  # vLLM takes it with one method only, on a GPU
+    for step in (choose_executor, start):
+        with pytest.raises(
+            EngineError, match="with adaptive verification of drafts: which rows are whose is decided on the"
+        ):
+            step(config)
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [

@@ -135,6 +135,7 @@ def _patch_core() -> None:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
+        _wake_for_metrics(self)
         config = self.vllm_config
         connector = getattr(config.kv_transfer_config, "kv_connector", None)
         if connector != CONNECTOR:
@@ -144,6 +145,17 @@ def _patch_core() -> None:
             self.request_block_hasher = None
 
     EngineCore.__init__ = init
+
+
+def _wake_for_metrics(core: Any) -> None:
+    from layertap.engines.vllm import compat
+    from layertap.engines.vllm.idle import IdleSteps
+
+    wake = compat.waker(core)
+    for connector in compat.connectors(core):
+        idle = getattr(connector, "idle", None)
+        if wake is not None and isinstance(idle, IdleSteps):
+            idle.connect(wake)
 
 
 def _patch_prefix_cache() -> None:

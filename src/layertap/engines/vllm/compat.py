@@ -81,6 +81,9 @@ def check_config(config: Any) -> None:
             parallel, "prefill_context_parallel_size", 1
         )
         > 1,
+        "adaptive verification of drafts: which rows are whose is decided on the GPU": getattr(
+            config.speculative_config, "enable_adaptive_verification", False
+        ),
         "an encoder-decoder model: vLLM runs none with a KV connector": config.model_config.is_encoder_decoder,
         "a pooling model: there is nothing to generate": config.model_config.runner_type == "pooling",
     }
@@ -121,6 +124,29 @@ def look_up_as_without_connector(scheduler: Any) -> None:
     scheduler.has_mamba_layers = False  # 0.26; nothing else reads it after the start
     if hasattr(manager, "get_computed_blocks_for_connector"):  # 0.27
         manager.get_computed_blocks_for_connector = lambda request: (*manager.get_computed_blocks(request), False)
+
+
+def waker(core: Any) -> Callable[[Callable[[], None]], None] | None:
+    """How the loop of an engine core is woken: `wake(mark)` calls `mark` before; None where the core has no loop of its own."""
+    queue = getattr(core, "input_queue", None)
+    if queue is None:
+        return None
+    from vllm.v1.engine import EngineCoreRequestType
+
+    def wake(mark: Callable[[], None]) -> None:
+        if (
+            not core.is_scheduler_paused()
+        ):  # paused is what has no work left: weights may be exchanged, memory given back
+            mark()
+            queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+    return wake
+
+
+def connectors(core: Any) -> list[Any]:
+    """The scheduler's connector of an engine core, and what MultiConnector has inside."""
+    connector = core.scheduler.get_kv_connector()
+    return [connector, *getattr(connector, "_connectors", ())]
 
 
 def hash_block_size(manager: Any) -> int:

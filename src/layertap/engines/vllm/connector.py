@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 
 from layertap.engines.vllm import activate, compat, prefix_cache, worker
 from layertap.engines.vllm.configured import configured
+from layertap.engines.vllm.idle import IdleSteps
 from layertap.engines.vllm.messages import Finish, News, Order
 from layertap.engines.vllm.metrics import HiddenStatesProm, HiddenStatesStats, Reporter
 from layertap.engines.vllm.orders import CHOICES_KEY, ERROR_KEY, Asked, OrderDesk, handle
@@ -67,6 +68,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
                 "installed in the worker's environment, and allowed by VLLM_PLUGINS (plugin name 'layertap')?"
             )
         self._stops = StopFinder(vllm_config.model_config)
+        self.idle = IdleSteps()
         self._reporter = Reporter()
         self._num_refused = 0
         self._news = News(step=0)
@@ -151,6 +153,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
         order = self._orders.pop(request.request_id, None)
         if order is None:
             return None
+        self.idle.ended()
         if self._plan is not None:
             self._plan.finish(request.request_id)
         finished = request.get_finished_reason()
@@ -189,6 +192,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """What happened since the last step."""
+        self.idle.stepped()
         news, self._news = self._news, News(step=self._news.step + 1)
         if self._plan is not None:
             try:
@@ -197,6 +201,10 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
                 logger.exception("layertap: rows of cached blocks")
                 self._plan.reset()
         return NewsMetadata(news)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether an idle engine is to make a step, for metrics."""
+        return self.idle.wanted
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Forget kept rows when workers lost some."""
@@ -261,6 +269,7 @@ class HiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mi
 
     def shutdown(self) -> None:
         """Publish what is finished, fail what isn't."""
+        self.idle.close()
         if self.role == KVConnectorRole.WORKER:
             worker.close_tap(self._engine_id)
 
