@@ -1,6 +1,7 @@
 """Checkpoints of the zoo that vLLM's CPU attention can run: it wants heads of 32, so two of them instead of four of 16."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,6 @@ ADJUSTED: dict[str, dict[str, Any]] = {
         "rope_parameters": {
             "rope_type": "longrope",
             "rope_theta": 10000.0,
-            "factor": 4.0,
             "original_max_position_embeddings": 16,
             "short_factor": _FACTORS,
             "long_factor": [2 * factor for factor in _FACTORS],
@@ -65,6 +65,48 @@ ADJUSTED: dict[str, dict[str, Any]] = {
 """Fields that checkpoints on the hub have and transformers' own configuration leaves out, and sizes that vLLM computes with."""
 ONLY_VLLM: dict[str, dict[str, Any]] = {"cohere2": {"sliding_window": 7}}
 """What vLLM has to be told so that it computes what transformers does: of a window of n tokens it makes one of n + 1."""
+
+
+def _long_factors(model: Any) -> None:
+    config = model.config
+    config.rope_parameters = {**config.rope_parameters, "short_factor": config.rope_parameters["long_factor"]}
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+
+
+def _exact_gelu(model: Any) -> None:
+    import torch
+
+    for block in model.transformer.h:
+        block.mlp.gelu_impl = torch.nn.GELU()
+
+
+def _no_least_time_step(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.0, float("inf"))
+
+
+def _activation_in_bfloat16(model: Any) -> None:
+    import torch
+
+    def half(number: Any) -> Any:
+        return number.to(torch.bfloat16)
+
+    for block in model.model.layers:
+        function = block.mlp.act_fn
+        beta = half(function.beta)
+        for number, least in ((function.alpha_p, 0 * beta), (function.alpha_n, beta)):
+            used = least + torch.nn.functional.softplus(half(number.data))
+            number.data = (used.float() - least.float()).expm1().log()  # what comes to that in float32
+
+
+ONLY_ORACLE: dict[str, Callable[[Any], None]] = {
+    "apertus": _activation_in_bfloat16,
+    "bloom": _exact_gelu,
+    "phi3-longrope": _long_factors,
+    "zamba2": _no_least_time_step,
+}
+"""What transformers' model has to be made to compute what vLLM does, where no configuration says it (docs/vllm-models.md)."""
 ARCHITECTURES = {"phimoe": "PhiMoEForCausalLM"}
 """Where checkpoints on the hub name another class than transformers has, and vLLM goes by that."""
 

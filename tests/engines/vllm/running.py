@@ -120,10 +120,14 @@ def check_file(
 
 
 def load_oracle(name: str, path: Path) -> Any:
-    """The transformers model of a checkpoint, float32."""
+    """The transformers model of a checkpoint, float32; it computes what vLLM does, where that is something else."""
+    import checkpoints
+
     from layertap.testing import zoo
 
-    return zoo.model_class(name).from_pretrained(path, dtype=torch.float32).eval()
+    model = zoo.model_class(name).from_pretrained(path, dtype=torch.float32).eval()
+    checkpoints.ONLY_ORACLE.get(name, lambda _: None)(model)
+    return model
 
 
 def set_environment() -> None:
