@@ -30,6 +30,10 @@ USER = {"role": "user", "content": "hi"}
         ),
         ({"conversations": [{"role": "User", "content": "hi"}]}, ChatPrompt((USER,))),
         ({"conversations": [{"role": "User", "from": None, "value": None, "content": "hi"}]}, ChatPrompt((USER,))),
+        (
+            {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "", "weight": 0}]},
+            ChatPrompt((USER, {"role": "assistant", "content": "", "weight": 0})),
+        ),
         ({"prompt": None, "messages": [USER]}, ChatPrompt((USER,))),
     ],
 )
@@ -111,7 +115,7 @@ def test_nulls_that_somebody_wrote_stay_and_those_that_say_that_there_is_nothing
 
 
 def test_parts_of_a_message_are_joined_as_the_server_joins_them():
-    from layertap.prompts import _as_templates_read
+    from layertap.prompts import as_templates_read
 
     message = {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}
-    assert parse_row({"messages": [message]}) == ChatPrompt((_as_templates_read(message),))
+    assert parse_row({"messages": [message]}) == ChatPrompt((as_templates_read(message),))

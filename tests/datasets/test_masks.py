@@ -181,6 +181,19 @@ def test_a_chat_that_the_assistant_begins_is_masked_or_refused_where_no_header_s
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_message_of_weight_0_is_not_trained_and_changes_nothing_else(tokenizers, name, marked):
+    talk = [user("Why?"), assistant("So."), user("Why?"), assistant("So."), user("Sure?"), assistant("")]
+    whole = trained(tokenizers[name, marked], talk)
+    for silent in ({1}, {3}, {5}, {1, 5}, {1, 3, 5}):
+        weighted = [{**one, "weight": int(place not in silent)} for place, one in enumerate(talk)]
+        turns = [turn for turn, place in zip(whole, (1, 3, 5), strict=False) if place not in silent]
+        assert trained(tokenizers[name, marked], weighted) == turns
+    with pytest.raises(PromptError, match=r"messages\[1\].weight: 0.5 can't be honoured"):
+        trained(tokenizers[name, marked], [talk[0], {**talk[1], "weight": 0.5}])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=25, deadline=None)
 @given(talk=talks())
 def test_masks_found_from_outside_are_those_of_the_marks_for_any_content(tokenizers, name, talk):

@@ -16,8 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layertap.capture.request import Window
+from layertap.engines.fp8 import put, storage
 from layertap.errors import CorruptError, ForeignError, HiddenStatesError, OptionError, TornError
 from layertap.files.read import load_hidden_states, read_header
+from layertap.files.values import to_tensors
 
 COMPAT = Path(__file__).parents[1] / "compat"
 
@@ -69,6 +71,16 @@ def test_rows_can_be_read_in_another_dtype(tmp_path):
     assert torch.equal(load_hidden_states(path, dtype="float32")["hidden_states"], saved.float())
     with pytest.raises(OptionError, match="'fp8_e4m3' is none of float32, bfloat16, float16"):
         load_hidden_states(path, dtype="fp8_e4m3")
+
+
+@pytest.mark.parametrize("saved", ["float32", "bfloat16", "fp8_e4m3"])
+def test_rows_that_a_dtype_cannot_hold_are_not_read_as_infinite(saved):
+    slots = torch.empty(1, storage(saved, 16)[1], dtype=storage(saved, 16)[0])
+    put(slots, torch.tensor([[1.0] * 15 + [-7e4]]))
+    raw = slots.view(torch.uint8)[:, None].numpy()
+    assert float(to_tensors(raw, saved, "float32")["hidden_states"].min()) == pytest.approx(-7e4, rel=0.01)
+    with pytest.raises(OptionError, match="float16 ends at 65504, .* up to (70000|70144).* or bfloat16"):
+        to_tensors(raw, saved, "float16")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "fp8_e4m3"])

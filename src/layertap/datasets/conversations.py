@@ -204,7 +204,8 @@ def _parse_sharegpt(value: object, system: object) -> tuple[Mapping[str, Any], .
         if not isinstance(text, str):
             raise PromptError(f"{place}: expected text in 'value', got {_kind(text)} (keys: {_keys(turn)})")
         role = SHAREGPT_ROLES[speaker.lower()]
-        messages.append({"role": role, "content": check_text(f"{place}.value", text)})
+        weight = {} if turn.get("weight") is None else {"weight": turn["weight"]}
+        messages.append({"role": role, "content": check_text(f"{place}.value", text), **weight})
     return tuple(messages)
 
 

@@ -89,7 +89,11 @@ class LossMasks:
                 if message.get("role") == "assistant" and (span := self._turn(chat, number)) is not None
             ]
             chat.refuse_behind_common(turns)
-        return self._to_tokens(text, token_ids, turns)
+        return self._to_tokens(text, token_ids, [turn for turn in turns if not self._is_silenced(chat, turn)])
+
+    def _is_silenced(self, chat: "_Chat", turn: Span) -> bool:
+        """Whether the turn is of a message that has `weight` 0: not to be trained, as OpenAI's fine-tuning format has it."""
+        return any(turn[0] <= first and end <= turn[1] for first, end in chat.silenced())
 
     def _turn(self, chat: "_Chat", number: int) -> Span | None:
         """Find what the model made of message `number`, in characters; None if the template doesn't show the message."""
@@ -173,6 +177,7 @@ class _Chat:
         self._tokenizer = tokenizer
         self._tools = tools
         self._kwargs = kwargs
+        self._silenced: list[Span] | None = None
         self._probe = next((probe for probe in _PROBES if probe not in text), "")
         if not self._probe:
             raise PromptError("loss mask: the chat holds every private-use character that could mark a turn in it")
@@ -193,6 +198,24 @@ class _Chat:
             raise PromptError(
                 "loss mask: the chat template renders the chat differently each time, or with a generation prompt"
             )
+
+    def silenced(self) -> list[Span]:
+        """Where the contents of the assistant's messages are shown that have `weight` 0.
+
+        Raises:
+            PromptError: a weight is neither 0 nor 1.
+        """
+        if self._silenced is None:
+            self._silenced = []
+            for number, message in enumerate(self.messages):
+                weight = message.get("weight", 1) if message.get("role") == "assistant" else 1
+                if weight not in (0, 1):
+                    raise PromptError(
+                        f"loss mask: messages[{number}].weight: {weight!r} can't be honoured, only 0 (not trained) and 1"
+                    )
+                if not weight and (span := self.shown(self.whole, number)) is not None:
+                    self._silenced.append(span)
+        return self._silenced
 
     def marked_turns(self, add_generation_prompt: bool) -> list[Span]:
         """What stands between the template's own `{% generation %}` marks."""

@@ -42,19 +42,35 @@ def to_tensors(rows: NDArray[np.uint8], saved: str, dtype: str | None = None) ->
 
     Returns:
         `hidden_states` [tokens, layers, hidden], and for fp8 rows that aren't converted `hidden_states_scale` [tokens, layers].
+
+    Raises:
+        OptionError: a value is too large for the dtype.
     """
     import torch
 
     raw = torch.from_numpy(rows)
     if saved != FP8:
         values = raw.view(getattr(torch, saved))
-        return {"hidden_states": values if dtype is None else values.to(getattr(torch, dtype))}
+        return {"hidden_states": values if dtype is None else _converted(values, dtype)}
     hidden_size = rows.shape[2] - FP8_TAIL_BYTES
     values = raw[:, :, :hidden_size].view(torch.float8_e4m3fn)
     scale = raw[:, :, hidden_size : hidden_size + 4].view(torch.float32)[:, :, 0]
     if dtype is None:
         return {"hidden_states": values, "hidden_states_scale": scale}
-    return {"hidden_states": (values.float() * scale[:, :, None]).to(getattr(torch, dtype))}
+    return {"hidden_states": _converted(values.float() * scale[:, :, None], dtype)}
+
+
+def _converted(values: "torch.Tensor", dtype: str) -> "torch.Tensor":
+    import torch
+
+    found = values.to(getattr(torch, dtype))
+    if not bool(torch.isfinite(found).all()) and bool((torch.isfinite(values) & ~torch.isfinite(found)).any()):
+        largest = float(values[torch.isfinite(values)].abs().max())
+        raise OptionError(
+            f"dtype: {dtype} ends at {torch.finfo(found.dtype).max:g}, and these rows hold values of up to {largest:g}; "
+            "read them as float32" + (" or bfloat16" if dtype == "float16" else "")
+        )
+    return found
 
 
 def to_float32(rows: NDArray[np.uint8], dtype: str) -> Floats:
