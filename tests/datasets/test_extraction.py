@@ -78,9 +78,10 @@ def test_every_kind_of_prompt_becomes_its_rows_and_the_failed_ones_are_told(
             '{"prompt": "broken"',
             {"prompt_token_ids": [9, 10, 11, 12]},
             {"conversations": [{"from": "human", "value": "why?"}, {"from": "gpt", "value": "because."}]},
-            {"prompt": "too long " * 50},
+            {"prompt": "too long " * 50, "id": "long"},
             {"prompt_token_ids": [9, 10**6]},
             {"prompt": "the last"},
+            {"prompt": "", "id": 7},
         ]
     )
     report = extract_dataset(llm, source, folder, options())
@@ -95,12 +96,13 @@ def test_every_kind_of_prompt_becomes_its_rows_and_the_failed_ones_are_told(
         tokenizer("the last")["input_ids"],
     ]
     assert ds.entry(0).sample_id == "first"
-    assert (report.num_samples, report.num_failed, report.num_skipped) == (5, 3, 0)
+    assert (report.num_samples, report.num_failed, report.num_skipped) == (5, 4, 0)
+    assert [one.sample_id for one in ds.failures] == [None, "long", None, "7"]
     assert report.num_tokens == ds.num_tokens
     reasons = [reason for _, reason in report.failures]
-    assert all(f"in.jsonl line {line}" in reason for line, reason in zip((3, 6, 7), reasons, strict=True))
-    assert [part in reason for part, reason in zip(("JSON", "64", "1000000"), reasons, strict=True)] == [True] * 3
-    assert [(one.index, one.reason) for one in ds.failures] == list(zip((2, 5, 6), reasons, strict=True))
+    assert all(f"in.jsonl line {line}" in reason for line, reason in zip((3, 6, 7, 9), reasons, strict=True))
+    assert [part in reason for part, reason in zip(("JSON", "64", "1000000", "empty"), reasons, strict=True)] == [True] * 4
+    assert [(one.index, one.reason) for one in ds.failures] == list(zip((2, 5, 6, 8), reasons, strict=True))
 
 
 def test_records_that_nobody_would_think_of_fail_alone(llm, reference, make_input, folder, tmp_path):

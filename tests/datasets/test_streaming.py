@@ -135,13 +135,17 @@ def test_a_server_that_refuses_or_is_gone_is_an_error(server, checkpoint):
         list(stream("http://127.0.0.1:9", rows, connect=lambda: HiddenStatesClient("http://127.0.0.1:9", retries=0)))
 
 
-def test_a_server_that_keeps_its_files_is_refused(checkpoint, tmp_path):
+def test_a_server_that_keeps_its_files_is_refused_and_one_that_takes_none_is_asked_to(checkpoint, tmp_path):
     config = {"kv_connector": "HiddenStatesConnector"}
-    config["kv_connector_extra_config"] = {"shared_storage_path": str(tmp_path), "min_free_bytes": 0}
-    llm = AsyncLLM(str(checkpoint), layers=[0], kv_transfer_config=config)
+    extra = {"shared_storage_path": str(tmp_path), "min_free_bytes": 0, "capture_by_default": False}
+    llm = AsyncLLM(str(checkpoint), layers=[0], kv_transfer_config={**config, "kv_connector_extra_config": extra})
+    rows = [{"prompt_token_ids": [9, 10]}] * 3
     try:
         with run_background(llm.front, ServerSettings()) as up, pytest.raises(OptionError, match="--allow-delete"):
-            list(stream(up.url, [{"prompt_token_ids": [9, 10]}] * 3, max_failures=9))
+            list(stream(up.url, rows, max_failures=9))
+        # rows are asked for also where a server takes none by itself
+        with run_background(llm.front, ServerSettings(allow_delete=True)) as up:
+            assert len(list(stream(up.url, rows))) == 3
     finally:
         llm.close()
 

@@ -67,6 +67,8 @@ class BrokenRecord:
     where: str
     error: PromptError
     source_hash: str
+    sample_id: str | None = None
+    """The row's own `id`, where that much could be read."""
 
 
 Record: TypeAlias = InputRecord | BrokenRecord
@@ -138,24 +140,22 @@ def open_input(
 
 
 def _record(source: InputFile, index: int, where: str, row: object) -> Record:
+    found = row.get("id") if isinstance(row, dict) else None
+    sample_id = str(found) if isinstance(found, str | int) and not isinstance(found, bool) else None
     try:
         prompt = parse_row(row, source.field)
         digest = source_hash(prompt)
     except PromptError as exc:
-        return _broken(index, where, f"{where}: {exc}", repr(row).encode("utf-8", "backslashreplace"))
+        return _broken(index, where, f"{where}: {exc}", repr(row).encode("utf-8", "backslashreplace"), sample_id)
     except (TypeError, ValueError, RecursionError) as exc:
         # a Parquet column of times or bytes inside of a message, nesting without end
-        return _broken(index, where, f"{where}: can't be read as JSON would be: {exc}", where.encode())
-    sample_id = row.get("id") if isinstance(row, dict) else None
-    has_id = isinstance(sample_id, str | int) and not isinstance(sample_id, bool)
-    return InputRecord(
-        index=index, where=where, prompt=prompt, source_hash=digest, sample_id=str(sample_id) if has_id else None
-    )
+        return _broken(index, where, f"{where}: can't be read as JSON would be: {exc}", where.encode(), sample_id)
+    return InputRecord(index=index, where=where, prompt=prompt, source_hash=digest, sample_id=sample_id)
 
 
-def _broken(index: int, where: str, message: str, content: bytes) -> BrokenRecord:
+def _broken(index: int, where: str, message: str, content: bytes, sample_id: str | None = None) -> BrokenRecord:
     digest = xxhash.xxh3_128_hexdigest(content)
-    return BrokenRecord(index=index, where=where, error=PromptError(message), source_hash=digest)
+    return BrokenRecord(index=index, where=where, error=PromptError(message), source_hash=digest, sample_id=sample_id)
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:

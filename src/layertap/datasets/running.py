@@ -240,6 +240,7 @@ class _Feed:
 
     def fail(self, record: Record, reason: str) -> None:
         """Put a failed input on record."""
-        sample_id = record.sample_id if isinstance(record, InputRecord) else None
-        self._writer.add_failure(index=record.index, source_hash=record.source_hash, sample_id=sample_id, reason=reason)
+        self._writer.add_failure(
+            index=record.index, source_hash=record.source_hash, sample_id=record.sample_id, reason=reason
+        )
         self._report.note_failure(record.where, reason)

@@ -121,7 +121,12 @@ class ServerStream(IterableDataset[DatasetItem]):
         self._max_failures = max_failures
         self._timeout = timeout
         self._answers = max_tokens is not None
-        wanted = {"layers": layers, "save_dtype": save_dtype, "include_output_tokens": self._answers or None}
+        wanted = {
+            "capture": True,
+            "layers": layers,
+            "save_dtype": save_dtype,
+            "include_output_tokens": self._answers or None,
+        }
         self._body: dict[str, Any] = {
             **(sampling or {}),
             "max_tokens": max_tokens or 1,
