@@ -10,9 +10,9 @@ from typing import Any
 from layertap.engines.base import ModelInfo
 from layertap.errors import OptionError, PromptError
 
-_BYTES = bytes | bytearray | memoryview
+_BYTES = (bytes, bytearray, memoryview)
 """Text that somebody forgot to decode: as numbers they would be ids of other tokens."""
-_UNORDERED = set | frozenset
+_UNORDERED = (set, frozenset)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class PromptReader:
         if isinstance(prompt, str):
             text = prompt
             ids = self._encode(prompt)
-        elif isinstance(prompt, Iterable) and not isinstance(prompt, _UNORDERED | _BYTES):
+        elif isinstance(prompt, Iterable) and not isinstance(prompt, (*_UNORDERED, *_BYTES)):
             ids = list(prompt)
         else:
             raise PromptError(f"prompt: expected text or token ids, got {type(prompt).__name__}")
@@ -140,7 +140,7 @@ class PromptReader:
             )
         if prompt.get("prompt_token_ids") is not None:
             ids = prompt["prompt_token_ids"]
-            if isinstance(ids, str | _BYTES | _UNORDERED) or not isinstance(ids, Iterable):
+            if isinstance(ids, (str, *_BYTES, *_UNORDERED)) or not isinstance(ids, Iterable):
                 raise PromptError(f"prompt_token_ids: expected a list of ids, got {type(ids).__name__}")
             return ids
         if not isinstance(prompt.get("prompt"), str):

@@ -101,7 +101,9 @@ def test_every_kind_of_prompt_becomes_its_rows_and_the_failed_ones_are_told(
     assert report.num_tokens == ds.num_tokens
     reasons = [reason for _, reason in report.failures]
     assert all(f"in.jsonl line {line}" in reason for line, reason in zip((3, 6, 7, 9), reasons, strict=True))
-    assert [part in reason for part, reason in zip(("JSON", "64", "1000000", "empty"), reasons, strict=True)] == [True] * 4
+    assert [part in reason for part, reason in zip(("JSON", "64", "1000000", "empty"), reasons, strict=True)] == [
+        True
+    ] * 4
     assert [(one.index, one.reason) for one in ds.failures] == list(zip((2, 5, 6, 8), reasons, strict=True))
 
 
