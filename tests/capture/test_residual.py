@@ -53,6 +53,18 @@ def test_streams_that_are_mixed_behind_their_norm_are_refused_with_the_reason():
         find_blocks(zoo.build_meta("qwen4_exp_text"))
 
 
+class ChoosesAmongEarlierStates(nn.Module):
+    def forward(self, hidden_states, block_states, attention_mask=None):
+        return hidden_states
+
+
+def test_streams_that_begin_anew_and_are_chosen_from_are_refused():
+    with pytest.raises(
+        UnsupportedModelError, match="choose among what it was before .'block_states'.*no single stream"
+    ):
+        find_residual(nn.Module(), [ChoosesAmongEarlierStates()], SimpleNamespace(), 8)
+
+
 @pytest.mark.parametrize("name", ["reformer", "xlnet"])
 def test_blocks_that_pass_on_two_streams_are_refused(name):
     with pytest.raises(UnsupportedModelError, match="two streams"):

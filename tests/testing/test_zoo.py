@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from packaging.version import Version
 
 from layertap.testing import zoo
 
@@ -28,7 +29,7 @@ def test_every_causal_architecture_of_transformers_is_in_the_zoo_or_listed_with_
 
     known = {case.model_type for case in zoo.CASES.values()} | zoo.UNBUILDABLE.keys() | zoo.SAME_AS.keys()
     missing = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - known
-    if transformers.__version__.startswith("5.19."):
+    if Version(transformers.__version__) < Version("5.25"):
         assert not missing
     assert len({case.model_type for case in zoo.CASES.values() if case.kind == "causal"}) >= 60
 
@@ -59,6 +60,13 @@ def test_what_cannot_be_built_says_why_when_asked_for(name):
 def test_an_unknown_name_is_answered_with_near_ones():
     with pytest.raises(KeyError, match="gemma2"):
         zoo.build("gemma7")
+
+
+def test_what_came_with_a_later_transformers_says_so_when_asked_for(monkeypatch):
+    monkeypatch.setitem(zoo.NEWER, "llama9", "9.1")
+    for name, since in zoo.NEWER.items():
+        with pytest.raises(KeyError, match=f"came with {since}"):
+            zoo.build(name)
 
 
 def test_names_cost_neither_torch_nor_transformers():

@@ -20,6 +20,9 @@ from layertap.errors import UnsupportedModelError
 STREAM_NAMES = ("hidden_states", "hidden_state", "hidden", "x", "activations", "inputs", "input", "inputs_embeds")
 """Names under which blocks take the stream as their first argument."""
 
+_EARLIER_STATES = ("block_states",)
+"""What blocks take beside the stream where they choose among its earlier states (attention over depth)."""
+
 _STREAM_COUNTS = ("hc_mult", "hc_count", "num_residual_streams", "num_streams")
 
 
@@ -69,6 +72,7 @@ class Residual:
 def find_residual(decoder: nn.Module, blocks: Sequence[nn.Module], config: Any, hidden_size: int | None) -> Residual:
     """Decide from structure and configuration how these blocks carry the stream; what can't be decided is refused."""
     parameter = _stream_parameter(blocks)
+    _refuse_earlier_states(blocks)
     count = getattr(config, "altup_num_inputs", None)
     if isinstance(count, int) and count > 1:
         return Residual(
@@ -113,6 +117,16 @@ def _stream_parameter(blocks: Sequence[nn.Module]) -> str:
         f"the blocks don't carry one residual stream as their first argument: {found}; expected one of {', '.join(STREAM_NAMES)}. "
         "Models whose blocks pass on two streams (reversible, two-stream attention) have no single stream to save"
     )
+
+
+def _refuse_earlier_states(blocks: Sequence[nn.Module]) -> None:
+    for block in blocks:
+        for name in _EARLIER_STATES:
+            if name in inspect.signature(block.forward).parameters:
+                raise UnsupportedModelError(
+                    f"the blocks ({type(block).__name__}) begin the stream anew from time to time and choose among what it was "
+                    f"before ({name!r}), as the model's last norm does, so there is no single stream that its last norm would read"
+                )
 
 
 def _altup_collapse(decoder: nn.Module, count: int) -> Callable[[torch.Tensor], torch.Tensor]:

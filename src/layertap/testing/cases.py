@@ -1,13 +1,17 @@
 """Which architectures the zoo holds, and what each needs beyond the generic shrinking.
 
 Names only: this module imports neither torch nor transformers, so that tests can be parametrised with it at no cost. A case is
-called by its `model_type`; a variant of it has a suffix (`falcon-alibi`).
+called by its `model_type`; a variant of it has a suffix (`falcon-alibi`). What the installed transformers doesn't have yet is left
+out.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from packaging.version import Version
 
 Kind = Literal["causal", "multimodal", "encoder-decoder"]
 
@@ -28,15 +32,30 @@ _CAUSAL = """
     smollm3 solar_open starcoder2 trocr vaultgemma whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet xlstm xmod youtu zaya
 """
 
+_SINCE = {
+    "5.20": "bailing_hybrid kolibri1",
+    "5.21": "beam flint",
+    "5.23": "dots3_note_text inkling2_text lfm3",
+    "5.24": "apertus1p5_text dory inkling2_loop_text lara_mini",
+}
+"""Causal model types by the version of transformers that brought them; all others are in 5.19."""
+
 SAME_AS = {
+    "dots3_note": "multimodal; its causal class is that of dots3_note_text",
+    "exaone": "runs as llama",
     "gemma3": "multimodal; its causal class is the text decoder of gemma3_text",
     "gemma4": "multimodal; its text decoder is gemma4_text",
     "gemma4_unified": "multimodal; its text decoder is gemma4_unified_text",
     "got_ocr2": "multimodal only; listed among the multimodal cases",
+    "internlm3": "runs as llama",
+    "iquestcoder": "runs as llama",
     "llama4": "its causal class is that of llama4_text",
     "qwen3_5": "its causal class is that of qwen3_5_text",
     "qwen3_5_moe": "its causal class is that of qwen3_5_moe_text",
+    "moss_transcribe_diarize": "speech; its text decoder is qwen3",
     "qwen4_exp": "its causal class is that of qwen4_exp_text",
+    "sarvam_mla": "runs as deepseek_v3",
+    "sarvam_moe": "runs as glm4_moe",
 }
 """Model types that map to a causal class under a second name, and where the zoo has them."""
 
@@ -92,6 +111,8 @@ _ALTERNATING = ["sliding_attention", "full_attention"] * 2
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 _MROPE: dict[str, Any] = {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [2, 3, 3]}}}
 
+_INKLING2: dict[str, Any] = {"unpadded_vocab_size": 320, "n_layers_per_attn_res_block": 2, "log_scaling_n_floor": 8}
+
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "bert": {"is_decoder": True},
@@ -115,6 +136,17 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "max_window_layers": 2,
     },
+    "dots3_note_text": {
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 32,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 32,
+        "swa_qk_nope_head_dim": 16,
+        "swa_v_head_dim": 16,
+        "shared_experts_intermediate_size": 48,
+    },
+    "dory": {"n_input_layers": 2, "n_output_layers": 2},
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_d_head": 16},
     "gemma3n_text": {
         "num_hidden_layers": 6,
@@ -135,6 +167,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "residual_multiplier": 0.6},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
+    "inkling2_loop_text": _INKLING2 | {"loop_gate_rank": 16, "loop_layer_index_start": 2, "loop_layer_index_end": 4},
+    "inkling2_text": _INKLING2,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "laguna": {"layer_types": _ALTERNATING},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
@@ -169,9 +203,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "num_buckets": 4,
     },
     "rwkv": {"rescale_every": 2},
-    "youtu": {
-        "tie_word_embeddings": False
-    },  # transformers 5.19 draws tied embeddings of this class anew when it loads them
+    "youtu": {"tie_word_embeddings": False},  # transformers draws tied embeddings of this class anew when it loads them
     "smollm3": {"use_sliding_window": True, "sliding_window": 8, "layer_types": _ALTERNATING},
     "xlm": {"causal": True, "use_lang_emb": False},
     "xlnet": {"attn_type": "uni"},
@@ -230,6 +262,7 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 _DRAFT = "a draft head and no model of its own: its forward wants the target's hidden states and key-value cache"
 _CODEBOOKS = "reads several audio codebooks a step, not one token id a position"
+_INSTALLED = Version(importlib.metadata.version("transformers"))
 UNBUILDABLE: dict[str, str] = {
     "gemma3n": "its vision tower wants the package timm; the text decoder is the case gemma3n_text",
     "gemma4_assistant": _DRAFT,
@@ -237,7 +270,11 @@ UNBUILDABLE: dict[str, str] = {
     "musicgen": _CODEBOOKS,
     "musicgen_melody": _CODEBOOKS,
 }
-"""Model types of transformers 5.19 that the zoo can't hold, and why."""
+"""Model types that the zoo can't hold, and why."""
+if Version("5.24") <= _INSTALLED < Version("5.25"):
+    UNBUILDABLE["llama4"] = (
+        "transformers 5.24 raises an AttributeError behind the last block of the multimodal class; the text decoder is llama4_text"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,8 +294,8 @@ class Case:
 
 
 _REFERENCES: dict[str, tuple[Literal["eager", "sdpa"], str]] = {
-    "falcon-alibi": ("sdpa", "transformers 5.19 adds ALiBi twice in eager attention: in the mask and to the scores"),
-    "paligemma": ("eager", "on text alone transformers 5.19 is causal in eager attention and bidirectional in SDPA"),
+    "falcon-alibi": ("sdpa", "transformers adds ALiBi twice in eager attention: in the mask and to the scores"),
+    "paligemma": ("eager", "on text alone transformers is causal in eager attention and bidirectional in SDPA"),
 }
 
 
@@ -275,8 +312,16 @@ def _case(name: str, model_type: str, kind: Kind, model_class: str | None = None
     )
 
 
+NEWER: dict[str, str] = {
+    name: since for since, names in _SINCE.items() if Version(since) > _INSTALLED for name in names.split()
+}
+"""What the installed transformers doesn't have yet, and with which version it came."""
+
+
 def _cases() -> dict[str, Case]:
-    cases = [_case(name, name, "causal") for name in _CAUSAL.split()]
+    since = " ".join(_SINCE.values()).split()
+    names = [*_CAUSAL.split(), *(name for name in since if name not in NEWER)]
+    cases = [_case(name, name, "causal") for name in names]
     cases += [_case(name, base, "causal", **extra) for name, (base, extra) in _VARIANTS.items()]
     tables: tuple[tuple[Kind, dict[str, str]], ...] = (
         ("multimodal", _MULTIMODAL),

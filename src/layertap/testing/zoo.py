@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layertap.testing.cases import AWKWARD, CASES, SAME_AS, UNBUILDABLE, Case
+from layertap.testing.cases import AWKWARD, CASES, NEWER, SAME_AS, UNBUILDABLE, Case
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AWKWARD",
     "CASES",
+    "NEWER",
     "SAME_AS",
     "TOKEN_IDS",
     "UNBUILDABLE",
@@ -51,6 +52,8 @@ def case(name: str) -> Case:
         return CASES[name]
     if name in UNBUILDABLE:
         raise KeyError(f"the zoo has no {name!r}: {UNBUILDABLE[name]}")
+    if name in NEWER:
+        raise KeyError(f"the zoo has no {name!r} with this transformers: it came with {NEWER[name]}")
     near = [other for other in CASES if other.startswith(name[:4])]
     raise KeyError(f"the zoo has no {name!r}; near: {', '.join(near) or 'none'}; see zoo.CASES and zoo.SAME_AS")
 

@@ -35,14 +35,14 @@ class KnownFault:
 KNOWN_FAULTS = (
     KnownFault(
         "transformers",
-        ">=5.19,<5.20",
+        ">=5.17,<5.25",
         ("falcon",),
         "transformers",
         "checkpoints with ALiBi get its bias twice in transformers' own eager attention; SDPA is right",
     ),
     KnownFault(
         "transformers",
-        ">=5.19,<5.20",
+        ">=5.17,<5.25",
         ("paligemma",),
         "transformers",
         "prompts of text alone are causal in eager attention and bidirectional in SDPA; layertap takes eager attention",

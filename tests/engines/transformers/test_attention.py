@@ -142,6 +142,16 @@ def test_a_view_shares_weights_and_switches_attention_for_itself_only():
     assert not {id(m) for m in view.modules()} & {id(m) for m in model.modules()}
 
 
+def test_a_rotary_table_that_depends_on_the_length_is_each_views_own():
+    model = zoo.build("phi3-longrope")
+    one, other = private_view(model), private_view(model)
+    before = other.model.rotary_emb.inv_freq.clone()
+    one(torch.arange(9, 49)[None], use_cache=False)  # past the switch: transformers may overwrite the table in place
+    assert not torch.equal(one.model.rotary_emb.inv_freq, before)
+    assert torch.equal(other.model.rotary_emb.inv_freq, before)
+    assert torch.equal(model.model.rotary_emb.inv_freq, before)
+
+
 def test_hooks_of_the_model_do_not_run_in_its_view():
     model = zoo.build("llama")
     calls: list[str] = []

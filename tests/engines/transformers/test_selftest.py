@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from transformers import AttentionInterface, Gemma2PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from layertap.engines.transformers.passes import length_limit
 from layertap.engines.transformers.selftest import Routes, _distinct_depth, choose_routes
@@ -23,7 +25,7 @@ def test_models_whose_only_mixing_is_attention_are_packed(name):
     assert routes_of(build(name)).way == "packed"
 
 
-@pytest.mark.parametrize("name", ["mamba2", "lfm2", "llama4_text", "bloom", "gptj", "jamba", "recurrent_gemma"])
+@pytest.mark.parametrize("name", ["mamba2", "lfm2", "llama4_text", "bloom", "mpt", "jamba", "recurrent_gemma"])
 def test_models_that_leak_when_packed_are_padded(name):
     routes = routes_of(build(name))
     assert routes.way == "padded"
@@ -70,9 +72,22 @@ def test_a_rotary_table_that_depends_on_the_length_bounds_what_runs_together(nam
     assert "over 16 tokens go alone" in str(routes)
 
 
-def test_soft_caps_that_sdpa_forgets_switch_to_eager():
+def test_soft_caps_that_sdpa_forgets_switch_to_eager(monkeypatch):
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)  # later versions say themselves that it doesn't
     assert routes_of(build("gemma2")).attention == "eager"
     assert routes_of(build("llama")).attention is None
+
+
+def test_an_attention_that_gives_other_rows_than_eager_switches_to_eager(monkeypatch):
+    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    monkeypatch.setitem(
+        AttentionInterface._global_mapping,
+        "sdpa",
+        lambda *args, scaling, **others: own(*args, scaling=scaling / 2, **others),
+    )
+    routes = routes_of(build("llama"))
+    assert routes.attention == "eager"
+    assert "gives other rows" in routes.reason
 
 
 def test_a_model_that_is_not_causal_goes_alone():

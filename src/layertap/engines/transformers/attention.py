@@ -6,7 +6,7 @@ builds no mask at all, and ours cuts the row at the bounds of the `Pack` that is
 sinks, grouped heads and other head sizes of the values are honoured; anything else that a model hands over (position biases,
 masks of its own, cross attention) raises `NotPackable`, and the self-test then sends the model the padded way.
 
-`private_view` copies the modules and configurations of a model but none of its tensors, so that switching the attention
+`private_view` copies the modules and configurations of a model but none of its weights, so that switching the attention
 can't touch a generation that runs on the same weights.
 """
 
@@ -35,6 +35,7 @@ __all__ = [
     "NotPackable",
     "Pack",
     "configurations",
+    "length_dependent",
     "one_by_one",
     "packed",
     "private_view",
@@ -126,12 +127,18 @@ def configurations(model: nn.Module) -> list[PreTrainedConfig]:
 def private_view(model: ModuleT, implementation: str | None = None) -> ModuleT:
     """Copy a model's modules and configurations, sharing every parameter and buffer; no hooks come along.
 
+    A rotary table that depends on the length is the view's own: from transformers 5.23 on, each forward overwrites it in place, and
+    another view may be running at that moment.
+
     Args:
         model: the model, which stays as it is.
         implementation: the attention that the view uses; the model's own if None.
     """
     shared = chain(model.parameters(), model.buffers(), _kept_apart(model))
     memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
+    for module in filter(length_dependent, model.modules()):
+        for buffer in module.buffers(recurse=False):
+            memo.pop(id(buffer), None)
     # Empty already in the copy: a hook may be a method of something that must not be copied along.
     hooks = (table for module in model.modules() for table in (module._forward_hooks, module._forward_pre_hooks))
     memo |= {id(table): type(table)() for table in hooks}
@@ -140,6 +147,13 @@ def private_view(model: ModuleT, implementation: str | None = None) -> ModuleT:
         for config in configurations(view):
             config._attn_implementation = implementation
     return view
+
+
+def length_dependent(module: nn.Module) -> bool:
+    """Whether transformers changes this rotary module's table with the length (the test is that of its own decorator)."""
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
 
 
 def _kept_apart(model: nn.Module) -> Iterator[Tensor]:

@@ -5,8 +5,9 @@ inputs for one sequence with the model's own cache. Its manager's thread isn't u
 the batch processor's three steps itself. So there is no second thread to die, and between two steps nothing moves.
 
 What is touched is checked when it is first used (`check_shape`), and a change of its shape is an error that names the
-attribute, never a wrong row. Written for 5.17 to 5.19: 5.17 calls the page size `block_size` and switches attention to
-`paged|sdpa`.
+attribute, never a wrong row. Written for 5.17 to 5.24: 5.17 calls the page size `block_size` and switches attention to
+`paged|sdpa`; from 5.24 on the model's own attention stores keys and values in the paged cache, before that the attention
+function did.
 """
 
 import dataclasses

@@ -70,7 +70,11 @@ def _through_cache(
     module: nn.Module, key: Tensor, value: Tensor, window: int, others: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """Store the new keys and values; all of the step's sequences, where each begins, and the length of the longest."""
-    cache = others["cache"]
+    cache = others.get("cache")
+    if cache is None:  # from 5.24 on, the model's own attention has stored them, with this layer's bounds in `others`
+        if not isinstance(others.get("cu_seq_lens_k"), Tensor):
+            raise NotPackable("the model's attention doesn't go through the cache of batched generation")
+        return key, value, others["cu_seq_lens_k"], int(others["max_length_k"])
     if _cache_fills_in():
         key, value = cache.update(key, value, module.layer_idx, others)  # puts this layer's bounds into `others`
         return key, value, others["cu_seq_lens_k"], int(others["max_length_k"])
@@ -92,7 +96,7 @@ def _through_cache(
 
 @lru_cache(maxsize=1)
 def _cache_fills_in() -> bool:
-    """Whether the cache puts a layer's bounds into the attention's arguments itself: from transformers 5.18 on."""
+    """Whether the cache puts a layer's bounds into the attention's arguments itself: from 5.18 on."""
     from transformers.generation.continuous_batching import PagedAttentionCache
 
     return "kwargs" in inspect.signature(PagedAttentionCache.update).parameters

@@ -19,7 +19,15 @@ from torch import Tensor, nn
 
 from layertap.capture.spans import Spans
 from layertap.engines.base import TokenIds
-from layertap.engines.transformers.attention import IMPLEMENTATION, Pack, configurations, packed, private_view, register
+from layertap.engines.transformers.attention import (
+    IMPLEMENTATION,
+    Pack,
+    configurations,
+    length_dependent,
+    packed,
+    private_view,
+    register,
+)
 from layertap.engines.transformers.copies import to_device
 from layertap.engines.transformers.packing import Way
 from layertap.engines.transformers.tap import Piece, Tap, run_to_exit
@@ -176,7 +184,7 @@ class _View:
         self._rotary = [
             (module, dict(module._buffers), _rotary_numbers(module))
             for module in model.modules()
-            if _length_dependent(module)
+            if length_dependent(module)
         ]
 
     def restore_rotary(self) -> None:
@@ -210,12 +218,12 @@ def _company(tokens: int, first: TokenIds) -> list[TokenIds]:
 def length_limit(model: nn.Module) -> int | None:
     """Longest sequence whose rotary table is the original one, for models whose table depends on the longest sequence."""
     limits: list[int] = []
-    if any(_length_dependent(module) for module in model.modules()):
+    if any(length_dependent(module) for module in model.modules()):
         for config in configurations(model):
             limits += _original_lengths(getattr(config, "rope_parameters", None))
         for module in model.modules():
             own = getattr(module, "original_max_seq_len", None)
-            if _length_dependent(module) and isinstance(own, int):
+            if length_dependent(module) and isinstance(own, int):
                 limits.append(own)
     return min(limits) if limits else None
 
@@ -226,13 +234,6 @@ def _original_lengths(rope: Any) -> list[int]:
     own = rope.get("original_max_position_embeddings")
     inner = [length for value in rope.values() for length in _original_lengths(value)]
     return inner + ([own] if isinstance(own, int) else [])
-
-
-def _length_dependent(module: nn.Module) -> bool:
-    """Whether transformers changes this rotary module's table with the length (the test is that of its own decorator)."""
-    kinds = getattr(module, "rope_type", None)
-    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
-    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
 
 
 def _rotary_numbers(module: nn.Module) -> dict[str, Any]:

@@ -138,7 +138,10 @@ def _settle(bench: Bench, prompt: list[int], dtype: torch.dtype) -> tuple[Bench,
     """Choose the bench, and see whether plain forwards on it can be the reference."""
     # What a model does to itself in its first forward (RWKV scales its weights) must be done before it is copied.
     device = next(bench.model.parameters()).device
-    bench.model(input_ids=torch.tensor([prompt[:1]], device=device), use_cache=False)
+    try:
+        bench.model(input_ids=torch.tensor([prompt[:1]], device=device), use_cache=False)
+    except Exception as error:  # noqa: BLE001 - its own attention may refuse what it asks for; the ways are tried below
+        logger.info("the model as it was loaded: %s", _first_line(error))
     near = bench.with_near_thresholds()
     try:
         return near, _moved(near, prompt, dtype)
