@@ -26,6 +26,13 @@ def test_a_plain_decoder_is_batched_and_the_verdict_says_what_was_measured():
     assert str(verdict).startswith("batched (sdpa): rows within")
 
 
+@pytest.mark.parametrize("name", ["gpt_neox", "opt"])
+def test_models_that_ask_the_paged_cache_for_more_than_it_has_are_batched_all_the_same(name):
+    verdict = find_way(bench_of(zoo.build(name, attn_implementation="sdpa")), max_len=256)
+    assert (verdict.way, verdict.attention) == ("batched", "sdpa")
+    assert verdict.row_error < 1e-5
+
+
 @pytest.mark.parametrize("name", ["gemma2", "vaultgemma"])
 def test_a_model_that_batches_wrongly_without_an_error_runs_one_at_a_time(name):
     verdict = find_way(bench_of(zoo.build(name)), max_len=256)

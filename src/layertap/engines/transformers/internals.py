@@ -88,6 +88,8 @@ class PagedRunner:
         processor.model_runner._sample = self._sample
         if _lists_places(processor):
             _Places(processor)
+        if "cache" in inspect.signature(model.forward).parameters:
+            _answer_as_a_cache(processor)
         self._stream = getattr(processor.inputs_and_outputs, "compute_stream", None)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -227,6 +229,30 @@ def _lists_places(processor: Any) -> bool:
             for name in ("block_table", "block_physical_stride", "tokens_per_page")
         )
     )
+
+
+def _answer_as_a_cache(processor: Any) -> None:
+    """Let models treat the paged cache as one of their own.
+
+    From 5.24 on they store keys and values themselves. Some (OPT, BERT and its kin) first ask how much is in it, which they need
+    only without positions; GPT-NeoX doesn't hand over the step's arguments, among which the cache looks for its places.
+    """
+    cache, ios = processor.cache, processor.inputs_and_outputs
+    update, get_arguments = cache.update, ios.get_model_kwargs
+    step: dict[str, Any] = {}
+
+    def keep(*args: Any, **kwargs: Any) -> Any:
+        step.clear()
+        arguments = get_arguments(*args, **kwargs)
+        step.update(arguments)
+        return arguments
+
+    def take(key: Tensor, value: Tensor, layer_idx: int, kwargs: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:
+        stored: tuple[Tensor, Tensor] = update(key, value, layer_idx, kwargs=dict(step) if kwargs is None else kwargs)
+        return stored
+
+    cache.get_seq_length = lambda layer_idx=0: 0
+    cache.update, ios.get_model_kwargs = take, keep
 
 
 def _make_manager(model: nn.Module, num_pages: int, page_size: int, max_batch_tokens: int, max_requests: int) -> Any:
