@@ -15,6 +15,7 @@ RANKS = {
     "params": 4,
     "engines": 5,
     "outputs": 6,
+    "chat_templates": 6,
     "prompts": 6,
     "frontend": 7,
     "setup": 8,

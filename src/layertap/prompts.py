@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from layertap.chat_templates import variables
 from layertap.engines.base import ModelInfo
 from layertap.errors import OptionError, PromptError
 
@@ -107,20 +108,22 @@ class PromptReader:
         read = [as_templates_read(message) for message in messages]
 
         def rendered(tools: list[Mapping[str, Any]] | None) -> str:
-            return str(
-                self._tokenizer.apply_chat_template(
+            with variables(self._tokenizer, chat_template_kwargs, chat_template=chat_template, tools=tools) as plain:
+                text = self._tokenizer.apply_chat_template(
                     read,
                     tools=tools,
                     chat_template=chat_template,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     tokenize=False,
-                    **(chat_template_kwargs or {}),
+                    **plain,
                 )
-            )
+            return str(text)
 
         try:
             text = rendered(list(tools) if tools else None)
+        except PromptError:
+            raise
         except Exception as exc:  # jinja templates raise what they like
             raise PromptError(f"messages: the chat template refuses them: {exc}") from exc
         unseen = False

@@ -13,6 +13,8 @@ from layertap.testing import zoo
 REFUSED = {
     "blt": "model.local_decoder.layers",
     "hrm_text": "model.L_module.layers",
+    "inkling2_loop_text": "'block_states'",
+    "inkling2_text": "'block_states'",
     "qwen4_exp_text": "keeps 4 residual streams",
     "reformer": "'prev_attn_output'",
     "xlm": "transformer.attentions",

@@ -10,7 +10,8 @@ from layertap.testing import oracle, zoo
 IDS = list(range(zoo.TOKEN_IDS.start, zoo.TOKEN_IDS.start + 24))
 AFTER_THE_BLOCK = ("mamba", "mamba2", "falcon_mamba", "rwkv")
 """Families whose transformers entries are block outputs: entry L is what leaves block L."""
-NO_ROWS = ("cpmant", "prophetnet")
+NO_ROWS = {"cpmant": "for 24 tokens", "prophetnet": "for 24 tokens", "dory": "block 2 ran twice"}
+"""Models without one row for each token and layer, and what the oracle says of them."""
 
 
 def found(model):
@@ -99,7 +100,7 @@ def test_a_model_of_another_precision_is_refused():
         oracle.hidden_states(zoo.build("llama").train(), IDS)
 
 
-@pytest.mark.parametrize("name", NO_ROWS)
+@pytest.mark.parametrize("name", [name for name in NO_ROWS if name in zoo.CASES])
 def test_a_stream_without_a_row_for_each_token_is_refused(name):
-    with pytest.raises(ValueError, match="for 24 tokens"):
+    with pytest.raises(ValueError, match=NO_ROWS[name]):
         oracle.hidden_states(zoo.build(name), IDS)

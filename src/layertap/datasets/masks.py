@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from layertap.chat_templates import variables
 from layertap.errors import PromptError
 
 Span: TypeAlias = tuple[int, int]
@@ -221,14 +222,15 @@ class _Chat:
         """What stands between the template's own `{% generation %}` marks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        rendered, indices = render_jinja_template(
-            conversations=[self.messages],
-            tools=self._tools,
-            chat_template=self.template,
-            return_assistant_tokens_mask=True,
-            add_generation_prompt=add_generation_prompt,
-            **{**self._tokenizer.special_tokens_map, **self._kwargs},
-        )
+        with variables(self._tokenizer, self._kwargs, tools=self._tools) as plain:
+            rendered, indices = render_jinja_template(
+                conversations=[self.messages],
+                tools=self._tools,
+                chat_template=self.template,
+                return_assistant_tokens_mask=True,
+                add_generation_prompt=add_generation_prompt,
+                **{**self._tokenizer.special_tokens_map, **plain},
+            )
         if rendered[0] != self._text:
             raise PromptError("loss mask: the chat template renders the chat differently each time")
         return [(int(first), int(end)) for first, end in indices[0] if end > first]
@@ -291,13 +293,14 @@ class _Chat:
 
     def _render(self, messages: list[Message], add_generation_prompt: bool) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages,
-                tools=self._tools,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **self._kwargs,
-            )
+            with variables(self._tokenizer, self._kwargs, tools=self._tools) as plain:
+                text = self._tokenizer.apply_chat_template(
+                    messages,
+                    tools=self._tools,
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=False,
+                    **plain,
+                )
         except Exception as exc:  # jinja templates raise what they like
             raise PromptError(
                 f"loss mask: the chat template refuses a part of the chat, or a changed message ({exc}), so the turns "
