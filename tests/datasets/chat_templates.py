@@ -4,6 +4,18 @@ The marks hold what the model itself would have generated. Without them (`unmark
 """
 
 import re
+from datetime import date
+
+from layertap.chat_templates import variables
+
+TODAY = {"strftime_now": date(2026, 1, 2).strftime}
+
+
+def applied(tokenizer, messages, tools=None, **options):
+    """The chat as transformers renders it, on a day that doesn't change."""
+    with variables(tokenizer, TODAY, tools=tools) as plain:
+        return tokenizer.apply_chat_template(messages, tools=tools, **options, **plain)
+
 
 CHATML = """
 {%- for message in messages %}

@@ -1,14 +1,11 @@
-from datetime import date
-
 import pytest
-from chat_templates import CHATML, TAKES_TOOLS, TEMPLATES, chat_tokenizer, unmarked
+from chat_templates import CHATML, TAKES_TOOLS, TEMPLATES, TODAY, applied, chat_tokenizer, unmarked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layertap.datasets.masks import LossMasks
 from layertap.errors import PromptError
 
-TODAY = {"strftime_now": date(2026, 1, 2).strftime}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}}
 
@@ -25,16 +22,14 @@ def tokenizers():
 def trained(tokenizer, messages, tools=None, **options):
     """What the mask holds, turn by turn, as text."""
     rendering = {"tools": tools, "add_generation_prompt": options.get("add_generation_prompt", False)}
-    text = tokenizer.apply_chat_template(messages, tokenize=False, **rendering, **TODAY)
+    text = applied(tokenizer, messages, tokenize=False, **rendering)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     spans = LossMasks(tokenizer, template_kwargs=TODAY).spans(text, ids, messages, tools, **options)
     return [tokenizer.decode(ids[first:end]) for first, end in spans]
 
 
 def mask_of_transformers(tokenizer, messages, tools=None):
-    encoded = tokenizer.apply_chat_template(
-        messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **TODAY
-    )
+    encoded = applied(tokenizer, messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     return encoded["input_ids"], encoded["assistant_masks"]
 
 
@@ -43,7 +38,7 @@ def assert_like_transformers(tokenizers, name, messages, tools=None):
     ids, expected = mask_of_transformers(tokenizers[name, True], messages, tools)
     for marked in (True, False):
         tokenizer = tokenizers[name, marked]
-        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **TODAY)
+        text = applied(tokenizer, messages, tools, tokenize=False)
         spans = LossMasks(tokenizer, template_kwargs=TODAY).spans(text, ids, messages, tools)
         mask = [0] * len(ids)
         for first, end in spans:

@@ -3,14 +3,11 @@
 The other tests compare with transformers' marks in the same templates; here nothing but a reader's eye says what is right.
 """
 
-from datetime import date
-
 import pytest
-from chat_templates import TEMPLATES, chat_tokenizer, unmarked
+from chat_templates import TEMPLATES, TODAY, applied, chat_tokenizer, unmarked
 
 from layertap.datasets.masks import LossMasks
 
-TODAY = {"strftime_now": date(2026, 1, 2).strftime}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}}
 ANSWER = {"role": "tool", "name": "weather", "content": '{"rain": true}'}
@@ -159,7 +156,7 @@ CHATS = {
 def test_exactly_what_is_between_the_signs_is_trained(style, chat, marked):
     messages, tools = CHATS[chat]
     tokenizer = chat_tokenizer(TEMPLATES[style] if marked else unmarked(TEMPLATES[style]))
-    text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **TODAY)
+    text = applied(tokenizer, messages, tools, tokenize=False)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     shown, done = [], 0
     for first, end in LossMasks(tokenizer, template_kwargs=TODAY).spans(text, ids, messages, tools):
