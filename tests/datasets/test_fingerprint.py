@@ -23,7 +23,7 @@ def test_a_model_is_known_by_its_files_wherever_they_are(model, tmp_path):
     assert model_fingerprint(str(tmp_path / "copy"), None) == digest
 
 
-@pytest.mark.parametrize("change", ["config", "head", "tail", "size", "name"])
+@pytest.mark.parametrize("change", ["config", "head", "middle", "tail", "size", "name"])
 def test_every_change_that_matters_changes_it(model, change):
     digest = model_fingerprint(str(model), None)
     weights = model / "a.safetensors"
@@ -35,8 +35,18 @@ def test_every_change_that_matters_changes_it(model, change):
         weights.write_bytes(bytes(3 * (1 << 20) + 1))
     else:
         with weights.open("r+b") as file:
-            file.seek(10 if change == "head" else (3 << 20) - 10)
+            file.seek({"head": 10, "middle": 3 << 19, "tail": (3 << 20) - 10}[change])
             file.write(b"x")
+    assert model_fingerprint(str(model), None) != digest
+
+
+def test_fine_tuning_that_leaves_embeddings_and_last_norm_as_they_are_makes_another_model(model):
+    weights = model / "a.safetensors"
+    with weights.open("r+b") as file:
+        file.truncate(512 << 20)  # sparse
+        digest = model_fingerprint(str(model), None)
+        file.seek(200 << 20)
+        file.write(b"x" * (1 << 20))  # one small matrix
     assert model_fingerprint(str(model), None) != digest
 
 

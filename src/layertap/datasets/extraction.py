@@ -214,7 +214,8 @@ def make_manifest(llm: LLM, source: InputFile, options: RunOptions) -> Manifest:
     slot_bytes(options.save_dtype or info.dtype, info.hidden_size)
     tokenizer = llm.get_tokenizer()
     identity = RowIdentity(
-        model=info.model,
+        # so that it is found again from another folder
+        model=os.path.abspath(info.model) if os.path.exists(info.model) else info.model,
         revision=info.revision,
         model_fingerprint=model_fingerprint(info.model, info.revision),
         tokenizer_hash=tokenizer_hash(tokenizer),

@@ -72,7 +72,12 @@ class Reference:
         except LayertapError:
             raise
         except Exception as exc:  # transformers raises what it likes
-            raise ModelError(f"{model}: plain transformers can't load it for the comparison: {exc}") from exc
+            hub = (
+                ""
+                if path.exists()
+                else " (there is no such folder here, so it was taken for a hub id; --model names it)"
+            )
+            raise ModelError(f"{model}: plain transformers can't load it for the comparison{hub}: {exc}") from exc
         self._num_layers = int(self._model.config.get_text_config(decoder=True).num_hidden_layers)
         self._last_block = self._find_last_block()
         self._device = device
