@@ -176,6 +176,16 @@ def test_a_chat_that_the_assistant_begins_is_masked_or_refused_where_no_header_s
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
+def test_a_turn_right_behind_the_system_prompt_is_masked_or_refused_where_it_holds_that_prompt(tokenizers, name):
+    talk = [SYSTEM, assistant("Hello."), user("Why?"), assistant("Because.")]
+    if name == "gemma":
+        with pytest.raises(PromptError, match=r"shows messages\[0\] within this turn"):
+            trained(tokenizers[name, False], talk)
+    else:
+        assert_like_transformers(tokenizers, name, talk)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_message_of_weight_0_is_not_trained_and_changes_nothing_else(tokenizers, name, marked):
     talk = [user("Why?"), assistant("So."), user("Why?"), assistant("So."), user("Sure?"), assistant("")]

@@ -69,11 +69,22 @@ def test_bad_bodies_are_refused_before_anything_runs(http, server, storage, body
     assert sorted(storage.iterdir()) == before
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'"text"', b"\xff\xfe", b'{"prompt": ' + b"[" * 5000])
-def test_what_isnt_json_is_a_400(http, content):
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "missing"),
+        (b"{", "isn't JSON"),
+        (b"[]", "JSON object"),
+        (b'"text"', "JSON object"),
+        (b"\xff\xfe{", "isn't JSON in UTF-8: 'utf-16"),
+        (b'{"prompt": "\xff"}', "isn't JSON in UTF-8: 'utf-8' codec can't decode byte 0xff in position 12"),
+        (b'{"prompt": ' + b"[" * 100_000, "isn't JSON in UTF-8: nested too deeply"),
+    ],
+)
+def test_what_isnt_json_is_a_400_that_says_why(http, content, words):
     answer = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"]
+    assert words in answer.json()["error"]["message"]
 
 
 def test_a_body_without_its_content_type_is_told_so(http):

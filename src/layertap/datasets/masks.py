@@ -24,6 +24,7 @@ Message: TypeAlias = Mapping[str, Any]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Private-use characters: no template knows them, so none of them can be taken for a part of what surrounds them.
 _PROBES = ("\ue0a0", "\ue4b1", "\uf2c2")
+_INSTRUCTIONS = ("system", "developer")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 # Generation prompts may open the reasoning ("<think>\n"), which turns of the history don't show.
 _OPENED_REASONING = re.compile(r"(?:\s*[<\[]/?[^<>\[\]\s]*think[^<>\[\]\s]*[>\]])+\s*\Z", re.IGNORECASE)
@@ -102,7 +103,9 @@ class LossMasks:
         if found is None:
             return None
         first, end = found
-        return chat.start_of(number, first), self._end_of(chat, number, end)
+        start = chat.start_of(number, first)
+        chat.refuse_instructions_within(number, start, first)
+        return start, self._end_of(chat, number, end)
 
     def _end_of(self, chat: "_Chat", number: int, end: int) -> int:
         """Go from the end of the content to the end of the turn."""
@@ -234,6 +237,20 @@ class _Chat:
         if rendered[0] != self._text:
             raise PromptError("loss mask: the chat template renders the chat differently each time")
         return [(int(first), int(end)) for first, end in indices[0] if end > first]
+
+    def refuse_instructions_within(self, number: int, start: int, first: int) -> None:
+        """Refuse a turn before whose content, from `start` to `first`, the template shows what the model was told.
+
+        Raises:
+            PromptError: it does.
+        """
+        for earlier in range(number if start < first else 0):
+            span = self.shown(self.whole, earlier) if self.messages[earlier].get("role") in _INSTRUCTIONS else None
+            if span is not None and start <= span[0] < first:
+                raise PromptError(
+                    f"loss mask: messages[{number}]: the chat template shows messages[{earlier}] within this turn, so what the "
+                    "model wrote can't be told; put a message of the user between them, or run without loss masks"
+                )
 
     def alone(self, number: int) -> _Rendering:
         """The chat up to and with message `number`."""

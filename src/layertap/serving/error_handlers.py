@@ -11,6 +11,9 @@ from starlette.exceptions import HTTPException
 from layertap.serving.api_errors import ApiError, from_exception, from_validation
 from layertap.serving.schemas import ChatBody, CompletionBody, StreamOptions
 
+_UNREADABLE_BODY = (
+    "There was an error parsing the body"  # what FastAPI says of bytes that aren't text, whatever is the matter
+)
 _NO_BODY = {"304", "499"}
 _ERROR_SCHEMA = {
     "type": "object",
@@ -46,6 +49,9 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def http_error(request: Request, exc: Exception) -> Response:
         assert isinstance(exc, HTTPException)
+        if exc.detail == _UNREADABLE_BODY:
+            why = "nested too deeply" if isinstance(exc.__cause__, RecursionError) else exc.__cause__
+            return ApiError(400, f"the body isn't JSON in UTF-8: {why}", code="invalid_value").response()
         detail = f"{request.method} {request.url.path}: {exc.detail}"
         return ApiError(exc.status_code, detail, headers=exc.headers).response()
 
