@@ -11,7 +11,7 @@ import pytest
 from layertap import LLM
 from layertap.datasets.extraction import RunOptions, extract_dataset
 from layertap.datasets.inputs import open_input
-from layertap.datasets.ray_run import RayOptions, extract_with_ray
+from layertap.datasets.ray_run import RayOptions, extract_with_ray, started_cluster
 from layertap.datasets.reader import open_dataset
 from layertap.datasets.writer import ShardOptions
 from layertap.errors import LayerError, OptionError
@@ -138,3 +138,16 @@ def test_options_that_ray_cannot_honour_are_refused(ray, source, folder):
         with pytest.raises(OptionError, match="ray_"):
             RayOptions(**wrong)
     assert not Path(folder).exists() or not list(folder.glob("**/*.parquet"))
+
+
+@pytest.mark.parametrize("variable", ["RAY_TMPDIR", "TMPDIR"])
+def test_the_cluster_of_ray_start_is_the_one_that_ray_would_take(tmp_path, monkeypatch, variable):
+    utils = pytest.importorskip("ray._common.utils")
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    assert started_cluster() is None
+    place = Path(utils.get_ray_address_file(None))
+    assert place.is_relative_to(tmp_path)
+    place.parent.mkdir(parents=True)
+    place.write_text("10.0.0.1:6379\n")
+    assert started_cluster() == "10.0.0.1:6379"

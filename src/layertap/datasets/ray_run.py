@@ -165,12 +165,27 @@ def _connected_ray() -> Any:
         raise OptionError("ray: Ray isn't installed; pip install 'layertap[ray]'") from exc
     if not ray.is_initialized():
         quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
-        try:
-            ray.init(address="auto", **quiet)
-        except ConnectionError:
-            # rows never pass through Ray's object store: it holds records of the input
-            ray.init(address="local", include_dashboard=False, object_store_memory=200 << 20, **quiet)
+        if os.environ.get("RAY_ADDRESS"):
+            ray.init(**quiet)
+            return ray
+        if (started := started_cluster()) is not None:
+            with contextlib.suppress(ConnectionError):  # its name is left, and the cluster is gone
+                ray.init(address=started, **quiet)
+                return ray
+        # rows never pass through Ray's object store: it holds records of the input
+        ray.init(address="local", include_dashboard=False, object_store_memory=200 << 20, **quiet)
     return ray
+
+
+def started_cluster() -> str | None:
+    """The cluster of `ray start` on this machine.
+
+    Ray's "auto" would also take one that another program here has started for itself, and that ends with it.
+    """
+    folder = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))
+    with contextlib.suppress(OSError):
+        return Path(folder, "ray", "ray_current_cluster").read_text().strip() or None
+    return None
 
 
 class _Run:
