@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 import vllm_process
+from packaging.version import Version
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 from waiting import wait_until
@@ -124,6 +125,8 @@ def test_a_chat_takes_the_options_of_a_request(server):
 
 
 def test_where_vllm_cant_carry_the_handle_the_tag_finds_the_file(server):
+    import vllm
+
     options = {"include_output_tokens": True}
     status, answer = ask(server, prompt="stop", max_tokens=100, stop=["e", "a", "o"], ignore_eos=True,
                          kv_transfer_params={**options, "tag": "stopped"})  # fmt: skip
@@ -132,13 +135,18 @@ def test_where_vllm_cant_carry_the_handle_the_tag_finds_the_file(server):
     check(server, tagged(server, "stopped"), [*choice["prompt_token_ids"], *choice["token_ids"]][:-1])
     body = {"model": "tiny", "prompt": "stream", "max_tokens": 6, "stream": True, "return_token_ids": True,
             "kv_transfer_params": {**options, "tag": "streamed"}}  # fmt: skip
-    tokens = []
+    tokens, carried = [], []
     with httpx.stream("POST", f"{server[0]}/v1/completions", json=body, timeout=60) as stream:
         for line in stream.iter_lines():
             if line.startswith("data: {"):
-                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                chunk = json.loads(line.removeprefix("data: "))
+                carried += (
+                    [chunk["kv_transfer_params"]["hidden_states_path"]] if chunk.get("kv_transfer_params") else []
+                )
+                (choice,) = chunk["choices"]
                 tokens += [*(choice.get("prompt_token_ids") or []), *(choice.get("token_ids") or [])]
     check(server, tagged(server, "streamed"), tokens[:-1])
+    assert carried == ([tagged(server, "streamed")] if Version(vllm.__version__) >= Version("0.33") else [])
 
 
 def test_a_wrong_option_is_vllms_own_400_and_nothing_is_taken_where_a_request_says_so(server):

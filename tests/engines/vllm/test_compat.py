@@ -139,7 +139,7 @@ def test_another_version_is_refused_before_anything_is_loaded(make_config, monke
 
     config = make_config()
     monkeypatch.setattr(compat, "version", lambda: "0.34.1")
-    with pytest.raises(EngineError, match=r"0\.26 up to, not including, 0\.33; found 0\.34\.1"):
+    with pytest.raises(EngineError, match=r"0\.26 up to, not including, 0\.34; found 0\.34\.1"):
         choose_executor(config)
     choose_executor(make_config(None))  # which is no concern of ours where the connector isn't configured
 

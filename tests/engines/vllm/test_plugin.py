@@ -170,13 +170,13 @@ def test_registering_never_raises(monkeypatch):
     plugin.register()
 
 
-@pytest.mark.parametrize("found", ["0.25.9", "0.33.0", "1.0", "main"])
+@pytest.mark.parametrize("found", ["0.25.9", "0.34.0", "1.0", "main"])
 def test_a_vllm_outside_of_the_tried_range_is_refused_with_the_range(monkeypatch, found):
     from layertap.engines.vllm import compat
     from layertap.errors import EngineError
 
     monkeypatch.setattr(compat, "version", lambda: found)
-    with pytest.raises(EngineError, match=r"0\.26 up to, not including, 0\.33; found"):
+    with pytest.raises(EngineError, match=r"0\.26 up to, not including, 0\.34; found"):
         compat.check_version()
 
 

@@ -1,7 +1,7 @@
 """Everything that depends on vLLM's version: the tried range, and where the two model runners keep a step's batch.
 
 The only module of the engine that reaches into private attributes of vLLM's runners. Tried with 0.26.0 (CUDA, CPU), and with
-0.27.1, 0.29.0 and 0.32.0 (CPU).
+0.27.1, 0.29.0 and 0.32.0 (CPU). Of 0.33.0 the Python code was tried over 0.32's kernels (CPU).
 """
 
 import re
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from layertap.engines.vllm.prefix_plan import Scheduled
 from layertap.errors import EngineError, UnsupportedModelError
 
-FIRST_VERSION, BELOW_VERSION = (0, 26), (0, 33)
+FIRST_VERSION, BELOW_VERSION = (0, 26), (0, 34)
 
 
 @dataclass(frozen=True, slots=True)
