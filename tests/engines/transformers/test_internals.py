@@ -7,7 +7,7 @@ import torch
 
 from layertap.engines.transformers import internals
 from layertap.engines.transformers.attention import private_view
-from layertap.engines.transformers.internals import PagedRunner, set_attention
+from layertap.engines.transformers.internals import PagedRunner, _lists_places, set_attention
 from layertap.errors import EngineError
 from layertap.testing import zoo
 
@@ -83,6 +83,8 @@ def test_places_in_the_cache_are_those_that_transformers_lists(name):
     model = private_view(zoo.build(name, attn_implementation="sdpa"))
     made = PagedRunner(model, num_pages=40, page_size=4, max_batch_tokens=16, max_requests=4)
     processor = made._processor
+    if not _lists_places(processor):
+        pytest.skip("transformers before 5.18 lists places in another way, and that is left to it")
     ios, allocators = processor.inputs_and_outputs, list(processor.cache.cache_allocators.values())
     for key, length in (("a", 3), ("b", 37), ("c", 8)):
         made.add(key, list(range(9, 9 + length)))
