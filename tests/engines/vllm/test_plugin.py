@@ -119,6 +119,7 @@ print(json.dumps({{"looked at": len(before), "idle": idle, "configured": changed
         "vllm.v1.core.kv_cache_manager.KVCacheManager.get_computed_blocks",
         "vllm.v1.core.kv_cache_manager.KVCacheManager.reset_prefix_cache",
         "vllm.v1.engine.core.EngineCore.__init__",
+        "vllm.v1.engine.core.EngineCore.add_request",
         "vllm.v1.engine.input_processor.InputProcessor.process_inputs",
         "vllm.v1.executor.abstract.Executor.__init__",
         "vllm.v1.executor.abstract.Executor.get_class",

@@ -135,7 +135,6 @@ def _patch_core() -> None:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        _wake_for_metrics(self)
         config = self.vllm_config
         connector = getattr(config.kv_transfer_config, "kv_connector", None)
         if connector != CONNECTOR:
@@ -145,6 +144,14 @@ def _patch_core() -> None:
             self.request_block_hasher = None
 
     EngineCore.__init__ = init
+    add = EngineCore.add_request
+
+    @functools.wraps(add)
+    def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _wake_for_metrics(self)  # not when it is made: a spawned process loads plugins only then, and is patched too late
+        return add(self, *args, **kwargs)
+
+    EngineCore.add_request = add_request
 
 
 def _wake_for_metrics(core: Any) -> None:
