@@ -148,7 +148,9 @@ def _patch_core() -> None:
 
     @functools.wraps(add)
     def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _wake_for_metrics(self)  # not when it is made: a spawned process loads plugins only then, and is patched too late
+        _wake_for_metrics(
+            self
+        )  # not when it is made: a spawned process loads plugins only then, and is patched too late
         return add(self, *args, **kwargs)
 
     EngineCore.add_request = add_request
