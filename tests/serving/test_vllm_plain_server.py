@@ -59,7 +59,9 @@ def server(tmp_path_factory):
         "--served-model-name", "tiny", *vllm_process.SMALL,
     ]  # fmt: skip
     path = os.pathsep.join([named_as_vllm(folder / "named"), os.environ.get("PYTHONPATH", "")])
-    with vllm_process.vllm_serving(command, *arguments, environment={"PYTHONPATH": path}) as (url, _):
+    # a spawned engine knows no plugin until it is being made
+    environment = {"PYTHONPATH": path, "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}
+    with vllm_process.vllm_serving(command, *arguments, environment=environment) as (url, _):
         yield url, store, AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32").eval()
 
 

@@ -6,8 +6,11 @@
 - `Executor.get_class`, the first stop of a finished configuration: vLLM's documented `extract_hidden_states` configuration gives
   the layers and is then dropped, so that its dummy draft model isn't run; what can't be had is refused before anything is loaded;
 - `Executor.__init__`: the same where the configuration was made for the workers of one more machine only;
-- `EngineCore.__init__`: with any connector vLLM hashes every prompt's blocks, even where prefix caching is off, and before 0.28 it
-  looks state-space models' prefixes up for one that loads what is missing; ours has no use for either;
+- `Scheduler.__init__`: before 0.28 vLLM looks state-space models' prefixes up for a connector that loads what is missing; ours
+  has no use for that;
+- `EngineCore.preprocess_add_request`, at the first request: with any connector vLLM hashes every prompt's blocks, even where prefix
+  caching is off, which ours has no use for either; and an idle engine is woken for its metrics. (`EngineCore.__init__` would be
+  patched too late where the engine's process is spawned: it loads plugins only there);
 - `KVCacheManager.get_computed_blocks` and `.reset_prefix_cache`: with `prefix_rows_bytes` a capturing request reads only those
   cached blocks whose rows are on the host (`prefix_cache`);
 - `InputProcessor.process_inputs`: a bad option is refused in the front end, before anything is generated.
@@ -125,35 +128,36 @@ def _prepare(vllm_config: Any) -> None:
 
 
 def _patch_core() -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
     from layertap.engines.vllm import compat
+
+    make, take = Scheduler.__init__, EngineCore.preprocess_add_request
+
+    @functools.wraps(make)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        if _is_ours(self.vllm_config):
+            compat.look_up_as_without_connector(self)
+
+    @functools.wraps(take)
+    def preprocess_add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not getattr(self, "layertap_met", False):
+            self.layertap_met = True
+            if _is_ours(self.vllm_config) and not self.vllm_config.cache_config.enable_prefix_caching:
+                self.request_block_hasher = None
+            _wake_for_metrics(self)
+        return take(self, *args, **kwargs)
+
+    Scheduler.__init__ = init
+    EngineCore.preprocess_add_request = preprocess_add_request
+
+
+def _is_ours(vllm_config: Any) -> bool:
     from layertap.engines.vllm.plugin import CONNECTOR
 
-    original = EngineCore.__init__
-
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        config = self.vllm_config
-        connector = getattr(config.kv_transfer_config, "kv_connector", None)
-        if connector != CONNECTOR:
-            return
-        compat.look_up_as_without_connector(self.scheduler)
-        if not config.cache_config.enable_prefix_caching:
-            self.request_block_hasher = None
-
-    EngineCore.__init__ = init
-    add = EngineCore.add_request
-
-    @functools.wraps(add)
-    def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _wake_for_metrics(
-            self
-        )  # not when it is made: a spawned process loads plugins only then, and is patched too late
-        return add(self, *args, **kwargs)
-
-    EngineCore.add_request = add_request
+    return getattr(vllm_config.kv_transfer_config, "kv_connector", None) == CONNECTOR
 
 
 def _wake_for_metrics(core: Any) -> None:
