@@ -45,3 +45,10 @@ def test_a_function_that_templates_are_not_given_is_refused_where_it_would_becom
             rendered({"shout": str.upper, "strftime_now": CLOCK}, template)
     else:
         assert rendered({"shout": str.upper}, template) == "HI"
+
+
+def test_a_variable_with_a_field_of_its_own_is_refused():
+    with pytest.raises(
+        PromptError, match="chat_template_kwargs: 'tools', 'tokenize' has an option or a field of its own"
+    ):
+        rendered({"tools": [], "name": "x", "tokenize": True})

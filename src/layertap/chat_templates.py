@@ -13,11 +13,26 @@ from typing import Any
 
 from layertap.errors import PromptError
 
-__all__ = ["variables"]
+__all__ = ["trouble_with", "variables"]
 
 _CLOCK = "strftime_now"
+_TAKEN = (
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "messages",
+    "tokenize",
+    "tools",
+)
 
 _standing: ContextVar[Callable[[str], str] | None] = ContextVar("layertap_clock", default=None)
+
+
+def trouble_with(given: Mapping[str, Any]) -> str | None:
+    """Say why these can't be further variables of a chat template; None where they can."""
+    taken = ", ".join(repr(name) for name in given if name in _TAKEN)
+    return f"chat_template_kwargs: {taken} has an option or a field of its own; give it there" if taken else None
 
 
 @contextmanager
@@ -31,9 +46,12 @@ def variables(
     """Give what transformers is to be handed as the template's variables, for a rendering inside of the block.
 
     Raises:
-        PromptError: one of them is a function that this transformers keeps from templates.
+        PromptError: one of them has a field of its own, or is a function that this transformers keeps from templates.
     """
     plain = dict(given or {})
+    trouble = trouble_with(plain)
+    if trouble is not None:
+        raise PromptError(trouble)
     functions = [name for name, value in plain.items() if callable(value)]
     if not functions or not _are_made_plain():
         yield plain

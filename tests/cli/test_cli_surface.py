@@ -27,6 +27,7 @@ SURFACE = {
     "export": ["--context-size", "--format", "--model", "--no-verify", "--verify", "folder", "out"],
     "extract": [
         "--add-generation-prompt",
+        "--chat-template-kwargs",
         "--compress",
         "--device",
         "--dtype",
@@ -73,6 +74,7 @@ SURFACE = {
     "import": ["--compress", "--from", "--layers", "--model", "--num-layers", "--out", "--quiet", "-q", "folder"],
     "inspect": ["--plot", "--sample", "--tokenizer", "--top", "path"],
     "plan": [
+        "--chat-template-kwargs",
         "--device",
         "--dtype",
         "--field",

@@ -349,3 +349,35 @@ def test_a_template_that_prints_the_date_gives_the_same_tokens_on_every_day(llm,
     today = open_dataset(folder.with_name("today"))
     text = llm.get_tokenizer().decode(today[0]["token_ids"])
     assert text.startswith(date.fromisoformat(today.manifest.rows.options["template_date"]).strftime("%d %b %Y"))
+
+
+def test_variables_of_the_template_are_the_sets_and_others_are_refused(llm, make_input, folder, monkeypatch):
+    tokenizer = llm.get_tokenizer()
+    template = (
+        "{% if enable_thinking is defined and not enable_thinking %}no thoughts {% endif %}" + tokenizer.chat_template
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    given = options(chat_template_kwargs={"enable_thinking": False})
+    extract_dataset(llm, make_input([{"messages": CHAT}]), folder, given)
+    extract_dataset(llm, make_input([{"messages": CHAT}, {"messages": TALK}]), folder, given)
+    dataset = open_dataset(folder)
+    for item, chat in zip(dataset, (CHAT, TALK), strict=True):
+        expected = tokenizer.apply_chat_template(chat, tokenize=False, enable_thinking=False)
+        assert expected.startswith("no thoughts")
+        assert tokenizer.decode(item["token_ids"]) == expected
+        assert item["loss_mask"].any()
+    for others in (None, {"enable_thinking": True}):
+        with pytest.raises(OptionError, match="options.chat_template_kwargs"):
+            extract_dataset(llm, make_input([{"messages": CHAT}]), folder, options(chat_template_kwargs=others))
+    extract_dataset(
+        llm, make_input([{"messages": CHAT}]), folder.with_name("without"), options(chat_template_kwargs={})
+    )
+    extract_dataset(llm, make_input([{"messages": CHAT}]), folder.with_name("without"), options())
+
+
+@pytest.mark.parametrize(
+    "given", [{"tools": []}, {"tokenize": True}, {1: 2}, [1], {"x": object()}, {"x": float("nan")}]
+)
+def test_what_can_be_no_variable_of_a_template_is_refused(given):
+    with pytest.raises(OptionError, match="chat_template_kwargs"):
+        options(chat_template_kwargs=given)

@@ -240,3 +240,15 @@ def test_a_template_whose_turns_do_not_begin_like_its_generation_prompt_is_refus
     tokenizer = chat_tokenizer(unmarked(CHATML).replace("{{- '<|im_start|>assistant\\n' }}", "{{- 'ANSWER:' }}"))
     with pytest.raises(PromptError, match="doesn't begin this turn with its generation prompt"):
         trained(tokenizer, TALK)
+
+
+def test_thoughts_that_are_switched_off_are_the_headers_and_not_trained(tokenizers):
+    tokenizer, off = tokenizers["qwen", False], {**TODAY, "enable_thinking": False}
+    text = applied(tokenizer, TALK, tokenize=False, enable_thinking=False)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    spans = LossMasks(tokenizer, template_kwargs=off).spans(text, ids, TALK)
+    assert [tokenizer.decode(ids[first:end]) for first, end in spans] == [
+        "Because.<|im_end|>",
+        "  Yes, really.\n<|im_end|>",
+    ]
+    assert text[: text.index("  Yes, really.")].endswith("<think>\n\n</think>\n\n")

@@ -40,6 +40,14 @@ Field = Annotated[
     Literal["prompt", "prompt_token_ids", "messages", "conversations"] | None,
     typer.Option(help="What to read where a record has several.", rich_help_panel=INPUT),
 ]
+ChatTemplateKwargs = Annotated[
+    str | None,
+    typer.Option(
+        help='Further variables of the chat template, as JSON: {"enable_thinking": false}.',
+        rich_help_panel=INPUT,
+        show_default=False,
+    ),
+]
 
 EngineName = Annotated[
     Literal["transformers", "vllm"], typer.Option(help="Which engine computes the rows.", rich_help_panel=MODEL)

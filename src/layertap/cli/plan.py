@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layertap.cli.options import (
+    ChatTemplateKwargs,
     Device,
     Dtype,
     Field,
@@ -24,6 +25,7 @@ from layertap.cli.reporting import (
     bytes_text,
     errors_explained,
     fitted,
+    parse_json,
     plural,
     quiet_libraries,
     runs_text,
@@ -49,6 +51,7 @@ def plan(
     limit: Limit = None,
     input_format: InputFormat = None,
     field: Field = None,
+    chat_template_kwargs: ChatTemplateKwargs = None,
     dtype: Dtype = None,
     device: Device = None,
     revision: Revision = None,
@@ -79,7 +82,12 @@ def plan(
         made = make_plan(
             model,
             open_input(input, format=input_format, field=field, limit=limit),
-            RunOptions(layers=layers, save_dtype=save_dtype, positions=positions),
+            RunOptions(
+                layers=layers,
+                save_dtype=save_dtype,
+                positions=positions,
+                chat_template_kwargs=parse_json("--chat-template-kwargs", chat_template_kwargs),
+            ),
             out,
             sample=sample,
             measure_seconds=measure_seconds if measure else None,

@@ -1,12 +1,14 @@
 """What a user sees when something ends: exit codes, errors as one message, sizes and times in words."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import typer
 
@@ -80,6 +82,23 @@ def parse_bytes(text: str, option: str | None = None) -> int:
     if match is None or factor is None:
         raise typer.BadParameter(f"expected a size such as 2GiB or 500MB, got {text!r}", param_hint=option)
     return int(float(match[1]) * factor)
+
+
+def parse_json(name: str, text: str | None) -> dict[str, Any] | None:
+    """A JSON object from the command line.
+
+    Raises:
+        OptionError: it is none.
+    """
+    if text is None:
+        return None
+    try:
+        parsed = json.loads(text)
+    except ValueError as exc:
+        raise OptionError(f"{name}: expected a JSON object: {exc}; got {text!r}") from exc
+    if not isinstance(parsed, dict):
+        raise OptionError(f"{name}: expected a JSON object, got {text!r}")
+    return parsed
 
 
 def parse_percent(text: str) -> float:

@@ -26,7 +26,7 @@ from layertap.cli.options import (
     Tokenizer,
     TrustRemoteCode,
 )
-from layertap.cli.reporting import errors_explained, parse_bytes, quiet_libraries
+from layertap.cli.reporting import errors_explained, parse_bytes, parse_json, quiet_libraries
 
 _VLLM = "vLLM's documented flags"
 _NEEDLESS = ("--no-enable-chunked-prefill", "--enable-chunked-prefill")
@@ -198,7 +198,7 @@ def serve(
     for chatty in ("httpx", "ContinuousBatchingLogger"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     with errors_explained():
-        from layertap.serving.launch import ServeOptions, parse_json
+        from layertap.serving.launch import ServeOptions
         from layertap.serving.settings import ServerSettings, api_keys
 
         options = ServeOptions(

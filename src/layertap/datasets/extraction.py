@@ -7,9 +7,10 @@ Running it again continues: finished samples are verified by their checksums and
 """
 
 import contextlib
+import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 from layertap import __version__
 from layertap.capture.layers import LayersLike, resolve_layers
 from layertap.capture.request import SAVE_DTYPES, slot_bytes
+from layertap.chat_templates import trouble_with
 from layertap.datasets.fingerprint import model_fingerprint, template_hash, tokenizer_hash
 from layertap.datasets.inputs import InputFile, Record
 from layertap.datasets.lookup import write_cache
@@ -61,6 +63,8 @@ class RunOptions:
     """Let the model answer first, and take the states of what it said; None: of what the input holds."""
     template_date: date | None = None
     """What chat templates that print today's date get; default the date of the set's first run."""
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    """Further variables of the chat template, as JSON holds them: `{"enable_thinking": False}`."""
     shards: ShardOptions = field(default_factory=ShardOptions)
     share_prefixes: bool = False
     """Compute and store the rows of what samples near one another have in common at their beginning only once."""
@@ -84,6 +88,21 @@ class RunOptions:
             )
         if self.share_prefixes:
             self._check_sharing()
+        self._check_template_kwargs()
+
+    def _check_template_kwargs(self) -> None:
+        given = self.chat_template_kwargs
+        if given is None:
+            return
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+            raise OptionError(f"chat_template_kwargs: expected names with values, got {given!r}")
+        trouble = trouble_with(given)
+        if trouble is not None:
+            raise OptionError(trouble)
+        try:
+            json.dumps(dict(given), allow_nan=False)
+        except (TypeError, ValueError) as exc:
+            raise OptionError(f"chat_template_kwargs: they stand in the manifest, as JSON: {exc}") from exc
 
     def _check_sharing(self) -> None:
         if self.layout != "shards":
@@ -235,6 +254,7 @@ def make_manifest(llm: LLM, source: InputFile, options: RunOptions) -> Manifest:
             "positions": options.positions,
             "regenerate": options.regenerate and options.regenerate.identity(info.generation_defaults),
             "template_date": _template_date(tokenizer, options),
+            "chat_template_kwargs": dict(options.chat_template_kwargs or {}) or None,
             "share_prefixes": options.share_prefixes or None,  # sets that were made before the option have no entry
             "compress": COMPRESSION if options.compress else None,
             "input_format": source.format,

@@ -137,6 +137,7 @@ def make_plan(
         add_generation_prompt=options.add_generation_prompt,
         loss_mask=options.loss_mask,
         positions=options.positions,
+        template_kwargs=options.chat_template_kwargs,
     )
     estimate, prompts = _estimate_input(source, reader, sample)
     save_dtype = options.save_dtype or info.dtype

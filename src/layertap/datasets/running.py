@@ -26,9 +26,12 @@ if TYPE_CHECKING:
 
 
 def template_kwargs(manifest: Manifest) -> dict[str, Any]:
-    """What the chat template is given beside the chat: a clock that stands still, so that no day has other tokens."""
-    known = manifest.rows.options.get("template_date")
-    return {} if known is None else {"strftime_now": datetime.fromisoformat(known).strftime}
+    """What the chat template is given beside the chat: what the run was given for it, and a clock that stands still, so that no
+    day has other tokens."""
+    options = manifest.rows.options
+    given = dict(options.get("chat_template_kwargs") or {})
+    known = options.get("template_date")
+    return given if known is None else {**given, "strftime_now": datetime.fromisoformat(known).strftime}
 
 
 def run_records(

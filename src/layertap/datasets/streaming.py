@@ -68,6 +68,7 @@ class ServerStream(IterableDataset[DatasetItem]):
         sampling: further fields of the request's body (temperature, seed, ...), with max_tokens.
         save_dtype: as in a request.
         loss_mask: find the trained tokens of chats.
+        chat_template_kwargs: further variables of the chat template.
         max_failures: so many records may fail; they are logged and kept in `failures`. One more ends the iteration.
         api_key: of the server.
         timeout: seconds that one request may take.
@@ -90,6 +91,7 @@ class ServerStream(IterableDataset[DatasetItem]):
         sampling: Mapping[str, Any] | None = None,
         save_dtype: str | None = None,
         loss_mask: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         max_failures: int = 0,
         api_key: str | None = None,
         timeout: float = 600.0,
@@ -118,6 +120,7 @@ class ServerStream(IterableDataset[DatasetItem]):
         self._source = open_input(source) if isinstance(source, str | Path) else source
         self._tokenizer = tokenizer
         self._loss_mask = loss_mask
+        self._template_kwargs = chat_template_kwargs
         self._max_failures = max_failures
         self._timeout = timeout
         self._answers = max_tokens is not None
@@ -199,7 +202,11 @@ class ServerStream(IterableDataset[DatasetItem]):
             eos_token_ids=() if ends is None else (ends,),
         )
         return RecordTokenizer(
-            info, tokenizer, add_generation_prompt=self._answers, loss_mask=self._loss_mask and not self._answers
+            info,
+            tokenizer,
+            add_generation_prompt=self._answers,
+            loss_mask=self._loss_mask and not self._answers,
+            template_kwargs=self._template_kwargs,
         )
 
     def _records(self) -> Iterator[Record]:

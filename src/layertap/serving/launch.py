@@ -1,7 +1,6 @@
 """`layertap serve` without its command line: options in, a running server out."""
 
 import contextlib
-import json
 import logging
 import sys
 from collections.abc import Mapping
@@ -46,23 +45,6 @@ class ServeOptions:
     engine_options: Mapping[str, Any] = field(default_factory=dict)
     weights_version: str | None = None
     settings: ServerSettings = field(default_factory=ServerSettings)
-
-
-def parse_json(name: str, text: str | None) -> dict[str, Any] | None:
-    """A JSON object from the command line.
-
-    Raises:
-        OptionError: it is none.
-    """
-    if text is None:
-        return None
-    try:
-        parsed = json.loads(text)
-    except ValueError as exc:
-        raise OptionError(f"{name}: expected a JSON object: {exc}; got {text!r}") from exc
-    if not isinstance(parsed, dict):
-        raise OptionError(f"{name}: expected a JSON object, got {text!r}")
-    return parsed
 
 
 def store_config(options: ServeOptions) -> dict[str, Any]:
