@@ -271,3 +271,37 @@ os._exit(0)
 
 def test_a_lifeline_whose_engine_isnt_the_parent_takes_it_for_gone():
     Lifeline(os.getpid()).wait()
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_what_a_writer_takes_to_begin_is_no_part_of_what_a_store_may_take(tmp_path, num_processes):
+    handing = Handing(tmp_path, num_processes)
+    handing.order("a")
+    handing.collector.wait_for_admissions(0.0)
+    writers = getattr(handing.collector, "all", [handing.collector])
+    assert all(writer.pid is not None for writer in writers)
+    handing.step("a", 1)
+    handing.finish("a", 1)
+    handing.collector.close()
+    assert load_hidden_states(tmp_path / "a.safetensors")["token_ids"].numel() == ROWS
+
+
+def test_a_lock_that_a_store_was_too_slow_for_is_not_waited_for_again(tmp_path):
+    handing = Handing(tmp_path)
+    handing.collector.wait_until_started()
+    os.kill(handing.collector.pid, signal.SIGSTOP)
+    try:
+        path = handing.order("slow")
+        handing.collector.wait_for_admissions(0.01)
+        handing.collector.wait_for_admissions(3600)
+        assert not path.with_name(path.name + ".lock").exists()
+    finally:
+        os.kill(handing.collector.pid, signal.SIGCONT)
+    handing.order("next")
+    handing.collector.wait_for_admissions(PATIENCE_SECONDS)
+    assert {lock.name for lock in tmp_path.glob("*.lock")} == {"slow.safetensors.lock", "next.safetensors.lock"}
+    for seed, name in enumerate(("slow", "next")):
+        handing.step(name, seed)
+        handing.finish(name, seed)
+    handing.collector.close()
+    assert {file.name for file in tmp_path.glob("*.safetensors")} == {"slow.safetensors", "next.safetensors"}

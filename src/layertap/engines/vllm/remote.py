@@ -30,6 +30,7 @@ from layertap.writing.recorder import describe
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 120.0
+_START_SECONDS = 120.0
 _NO_MESSAGE = ("nothing", None)
 _DIED = "the writer process of the engine died"
 _collectors: "weakref.WeakSet[RemoteCollector]" = weakref.WeakSet()
@@ -75,7 +76,7 @@ class RemoteCollector:
         self._connection.send(setup)
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._state = threading.Condition()
-        self._num_ordered = self._num_admitted = 0
+        self._num_ordered = self._num_admitted = self._num_waited_for = 0
         self._dead = self._closing = False
         self._sending = threading.Lock()
         self._running: dict[str, Order] = {}
@@ -111,9 +112,19 @@ class RemoteCollector:
                 self._died(exc)
 
     def wait_for_admissions(self, timeout_seconds: float) -> None:
-        """Wait until the locks of new captures are held."""
+        """Wait until the locks of new captures are held. Those of a store that was too slow aren't waited for again."""
+        with self._state:
+            if self._num_waited_for == self._num_ordered:
+                return
+        self.wait_until_started()
         with self._state:
             self._state.wait_for(lambda: self._dead or self._num_admitted >= self._num_ordered, timeout_seconds)
+            self._num_waited_for = self._num_ordered
+
+    def wait_until_started(self) -> None:
+        """Wait until the process has read its first message: what it takes to begin says nothing of the store."""
+        with self._state:
+            self._state.wait_for(lambda: self._dead or self.pid is not None, _START_SECONDS)
 
     def step(self, step: Step) -> None:
         """Hand over a step's rows."""
@@ -244,7 +255,9 @@ class RemoteCollector:
             while True:
                 kind, content = self._connection.recv()
                 if kind == "hello":
-                    self.pid = content
+                    with self._state:
+                        self.pid = content
+                        self._state.notify_all()
                     self._launcher.wait()
                     continue
                 with self._state:

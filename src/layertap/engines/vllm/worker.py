@@ -35,7 +35,9 @@ WRITER_ENV = "LAYERTAP_VLLM_WRITER"
 
 _ENGINE = "_layertap_engine_id"
 _PROBE_TOKENS = 8
-_ADMISSION_SECONDS = 1.0
+_ADMISSION_SECONDS = 10.0
+"""How long a step waits for the locks of requests that begin in it: readers may learn the paths when it is over. A store that takes
+longer costs its readers the lock, and the engine this wait, once."""
 _OUTSIDE_MARGIN_BYTES = 2 << 30
 
 _taps: dict[str, "WorkerTap | None"] = {}

@@ -76,6 +76,8 @@ class Writers:
 
     def wait_for_admissions(self, timeout_seconds: float) -> None:
         """Wait until the locks of new captures are held."""
+        for writer in self.all:
+            writer.wait_until_started()
         deadline = time.monotonic() + timeout_seconds
         for writer in self.all:
             writer.wait_for_admissions(max(0.0, deadline - time.monotonic()))
