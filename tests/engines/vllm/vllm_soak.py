@@ -43,7 +43,6 @@ _REPEATING = "no, no, no, no, no"
 _PAIRS = [{"a": a, "b": b} for a in (1, 22) for b in ("x", "yz")]
 GRAMMARS: tuple[tuple[dict[str, Any], frozenset[str]], ...] = (
     ({"choice": ["yes", _REPEATING, "n"]}, frozenset(["yes", _REPEATING, "n"])),
-    ({"choice": [_REPEATING]}, frozenset([_REPEATING])),  # no luck is needed for drafts to come true
     ({"regex": "[a-c]{2}-[0-9]"}, frozenset(f"{a}{b}-{n}" for a in "abc" for b in "abc" for n in range(10))),
     (
         {
