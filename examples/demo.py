@@ -1,4 +1,4 @@
-"""The demo: hidden states of a real model over real text, written, verified and drawn. `python3 dev.py demo` runs it.
+"""The demo: hidden states of a real model over real text, written, verified and drawn. `make demo` runs it.
 
     python examples/demo.py [--out demo-out] [--layers all]
 

@@ -38,6 +38,14 @@ def fences(page):
     return FENCE.findall(page.read_text())
 
 
+def test_readme_opens_with_two_commands_of_the_makefile_and_ci_runs_its_tests():
+    commands = [line.split("#")[0].strip() for line in fences(PAGES[0])[0][1].splitlines()]
+    assert commands == ["make demo", "make test"]
+    assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == commands[1]
+    for command in commands:
+        assert re.search(f"^{command.removeprefix('make ')}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_fence_says_what_it_is(page):
     assert {kind for kind, _ in fences(page)} <= RUN | SHOWN
