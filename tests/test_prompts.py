@@ -1,24 +1,9 @@
 import numpy as np
 import pytest
+from model_info import INFO
 
-from layertap.engines.base import ModelInfo
 from layertap.errors import PromptError
 from layertap.prompts import PromptReader, as_prompt_list
-
-INFO = ModelInfo(
-    model="m",
-    revision=None,
-    num_layers=2,
-    hidden_size=8,
-    vocab_size=1000,
-    max_model_len=1000,
-    dtype="float32",
-    device="cpu",
-    engine="transformers",
-    engine_version="5",
-    quantization=None,
-    residual="",
-)
 
 
 @pytest.mark.parametrize("given", [b"abc", bytearray(b"abc"), memoryview(b"abc"), {7, 8}, frozenset({7})])

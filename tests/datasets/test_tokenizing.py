@@ -2,26 +2,12 @@ import json
 
 import pytest
 from chat_templates import TEMPLATES, chat_tokenizer, unmarked
+from model_info import INFO
 
 from layertap.datasets.conversations import parse_row
 from layertap.datasets.inputs import InputRecord
 from layertap.datasets.tokenizing import RecordTokenizer
-from layertap.engines.base import ModelInfo
 
-INFO = ModelInfo(
-    model="m",
-    revision=None,
-    num_layers=2,
-    hidden_size=8,
-    vocab_size=1000,
-    max_model_len=1000,
-    dtype="float32",
-    device="cpu",
-    engine="transformers",
-    engine_version="5",
-    quantization=None,
-    residual="",
-)
 ARGUMENTS = {"city": "Oslo", "days": [1, 2]}
 
 

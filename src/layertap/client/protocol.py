@@ -12,6 +12,7 @@ from layertap.client.errors import error_of, raise_for, raise_for_file, retry_af
 from layertap.client.landing import Landing
 from layertap.client.objects import load_object
 from layertap.errors import HiddenStatesError, LayertapError, TornError, WaitTimeoutError
+from layertap.files.paths import ERROR_SUFFIX, LOCK_SUFFIX
 from layertap.files.read import Loaded, read_file, read_open_file
 from layertap.files.values import to_tensors
 from layertap.writing.shipping import object_state
@@ -137,7 +138,11 @@ class Protocol:
             return cast(Loaded, (yield Call(lambda: load_object(url))))
         fields: Mapping[str, Any] = {} if isinstance(handle, str) else _fields(handle)
         path, name = fields.get("hidden_states_path"), fields.get("hidden_states_id")
-        if local and path is not None and any(os.path.exists(path + suffix) for suffix in ("", ".lock", ".error")):
+        if (
+            local
+            and path is not None
+            and any(os.path.exists(path + suffix) for suffix in ("", LOCK_SUFFIX, ERROR_SUFFIX))
+        ):
             try:
                 found = cast(Loaded, (yield Call(lambda: read_file(path, timeout=timeout))))
             except PermissionError:

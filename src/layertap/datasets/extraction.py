@@ -40,6 +40,7 @@ from layertap.datasets.verify import PartReport
 from layertap.datasets.writer import Compression, DatasetWriter, ShardOptions
 from layertap.errors import HiddenStatesError, OptionError
 from layertap.files.format import COMPRESSION
+from layertap.files.paths import whole_path
 from layertap.llm import LLM
 
 _MOST_FAILURES_KEPT = 1000
@@ -185,7 +186,7 @@ def extract_dataset(
         TargetExistsError: another job writes to the folder.
         StoreFullError: the disk is full. Finished samples are kept, as after every other error.
     """
-    folder = Path(os.path.expanduser(folder)).absolute()
+    folder = whole_path(folder)
     options = replace(options, template_date=options.template_date or known_date(folder))
     manifest = make_manifest(llm, source, options)
     report = RunReport(folder=folder)

@@ -7,7 +7,6 @@ differ fail. What a file doesn't say, and nobody else did, is on record as unkno
 """
 
 import contextlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -27,6 +26,7 @@ from layertap.datasets.resume import Prepared, locked_folder, prepare_folder
 from layertap.datasets.writer import DatasetWriter, Sample, ShardOptions
 from layertap.errors import ForeignError, HiddenStatesError, OptionError
 from layertap.files.format import COMPRESSION
+from layertap.files.paths import whole_path
 
 ENGINE = "imported"
 _FACTS = ("engine", "engine_version", "weights_version", "lora")
@@ -97,7 +97,7 @@ def import_dataset(
         TargetExistsError: another job writes to the set.
         StoreFullError: the disk is full; finished samples are kept.
     """
-    folder, out = (Path(os.path.expanduser(place)).absolute() for place in (folder, out))
+    folder, out = whole_path(folder), whole_path(out)
     if out.resolve().is_relative_to(folder.resolve()) or folder.resolve().is_relative_to(out.resolve()):
         raise OptionError(f"{out}: the data set can't lie in the folder that is imported, nor the other way round")
     source = open_source(folder, options.format)

@@ -21,11 +21,11 @@ from layertap.datasets.importing_files import (
 )
 from layertap.datasets.manifest import MANIFEST_NAME
 from layertap.errors import CorruptError, MissingError, OptionError
-from layertap.files.paths import SUFFIX, TEMP_SUFFIX
+from layertap.files.paths import ERROR_SUFFIX, LOCK_SUFFIX, SUFFIX, TEMP_SUFFIX
 
 SourceFormat: TypeAlias = Literal["files", "vllm", "speculators"]
 SOURCE_FORMATS: tuple[SourceFormat, ...] = ("files", "vllm", "speculators")
-_BESIDE = (".lock", ".error")
+_BESIDE = (LOCK_SUFFIX, ERROR_SUFFIX)
 _ARROW_FILES = ("dataset_info.json", "state.json")
 
 

@@ -25,6 +25,7 @@ from layertap.datasets.resume import leftovers, locked_folder, prepare_folder, r
 from layertap.datasets.verify import PartReport
 from layertap.datasets.writer import Compression, DatasetWriter, file_info
 from layertap.errors import EngineError, LayertapError, OptionError
+from layertap.files.paths import whole_path
 from layertap.files.publish import sync_folder
 
 logger = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ def extract_with_ray(
     if str(engine_options.get("device") or "").startswith("cuda:"):
         raise OptionError("device: Ray gives each actor its GPU; say 'cuda' or nothing")
     ray = _connected_ray()
-    folder = Path(os.path.expanduser(folder)).absolute()
+    folder = whole_path(folder)
     model = os.path.expanduser(model)
     model = str(Path(model).absolute()) if Path(model).exists() else model
     options = replace(options, template_date=options.template_date or known_date(folder) or date.today())

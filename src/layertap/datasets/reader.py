@@ -9,7 +9,6 @@ A set that is still being written can be opened; it shows the shards that are pu
 
 import contextlib
 import operator
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from layertap.datasets.mapping import memory_bytes
 from layertap.datasets.shards import MappedShard
 from layertap.datasets.writer import file_info
 from layertap.errors import CorruptError, ForeignError, HiddenStatesError
+from layertap.files.paths import whole_path
 from layertap.files.values import check_read_dtype, to_tensors
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def open_dataset(path: str | Path, *, verify: bool = False, dtype: str | None = 
         OptionError: a dtype that rows can't be read as.
     """
     check_read_dtype(dtype)
-    folder = Path(os.path.expanduser(path)).absolute()
+    folder = whole_path(path)
     shares = find_shares(folder)
     if shares:
         return Dataset(folder, joined_manifest(shares), joined_lookup(folder, shares), verify=verify, read_dtype=dtype)

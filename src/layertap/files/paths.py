@@ -27,6 +27,11 @@ def new_request_id(prefix: str = "hs") -> str:
     return f"{prefix}-{secrets.token_hex(8)}"
 
 
+def whole_path(path: str | os.PathLike[str]) -> Path:
+    """The path from the root on; `~` is the home folder."""
+    return Path(os.path.expanduser(path)).absolute()
+
+
 def safe_name(request_id: str) -> str:
     """A file name for any request id: percent-encoded, never hidden, never too long; distinct ids stay distinct."""
     name = urllib.parse.quote(request_id, safe="", errors="surrogatepass")

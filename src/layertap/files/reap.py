@@ -11,7 +11,7 @@ from pathlib import Path
 
 from layertap.errors import HiddenStatesError
 from layertap.files.locks import NO_FLOCK, is_held, lock_path, open_for_flock, read_content
-from layertap.files.paths import LOCK_SUFFIX, SUFFIX, TEMP_SUFFIX, error_path
+from layertap.files.paths import ERROR_SUFFIX, LOCK_SUFFIX, SUFFIX, TEMP_SUFFIX, error_path
 from layertap.files.read import read_header
 
 
@@ -67,8 +67,8 @@ def reap(
                 with _no_writer(path) as idle:
                     if idle and _is_orphan(path, deadline) and _remove(path, dry_run) is not None:
                         found.locks.append(path)
-        elif entry.name.endswith(SUFFIX) or entry.name.endswith(SUFFIX + ".error"):
-            target = path.with_name(entry.name.removesuffix(".error"))
+        elif entry.name.endswith(SUFFIX) or entry.name.endswith(SUFFIX + ERROR_SUFFIX):
+            target = path.with_name(entry.name.removesuffix(ERROR_SUFFIX))
             if _mtime(path) < deadline and (_is_ours(path, only_marked) if path == target else _is_error(path)):
                 lock = lock_path(target)
                 # looked at once more when nobody can write it any more: it may have been replaced meanwhile

@@ -11,9 +11,8 @@ from starlette.exceptions import HTTPException
 from layertap.serving.api_errors import ApiError, from_exception, from_validation
 from layertap.serving.schemas import ChatBody, CompletionBody, StreamOptions
 
-_UNREADABLE_BODY = (
-    "There was an error parsing the body"  # what FastAPI says of bytes that aren't text, whatever is the matter
-)
+_UNREADABLE_BODY = "There was an error parsing the body"
+"""What FastAPI says of bytes that aren't text, whatever is the matter."""
 _NO_BODY = {"304", "499"}
 _ERROR_SCHEMA = {
     "type": "object",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from layertap.errors import OptionError
-from layertap.files.paths import SUFFIX, safe_name, temporary_path
+from layertap.files.paths import ERROR_SUFFIX, SUFFIX, safe_name, temporary_path
 from layertap.files.reap import remove_idle
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class Shipper:
             self.outcomes[outcome] += 1
 
     def _put_reason(self, target: str, name: str, reason: str) -> None:
-        self._fs.pipe_file(target + ".error", json.dumps({"reason": reason, "request_id": name}).encode())
+        self._fs.pipe_file(target + ERROR_SUFFIX, json.dumps({"reason": reason, "request_id": name}).encode())
 
     def _put(self, path: Path, target: str) -> None:
         atomic = not {"file", "local", "memory"} & set(_protocols(self._fs))
@@ -137,8 +137,8 @@ def object_state(url: str) -> str | None:
     filesystem.invalidate_cache()
     if filesystem.exists(path):
         return ""
-    if filesystem.exists(path + ".error"):
-        return str(json.loads(filesystem.cat_file(path + ".error"))["reason"])
+    if filesystem.exists(path + ERROR_SUFFIX):
+        return str(json.loads(filesystem.cat_file(path + ERROR_SUFFIX))["reason"])
     return None
 
 

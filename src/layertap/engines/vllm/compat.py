@@ -134,9 +134,8 @@ def waker(core: Any) -> Callable[[Callable[[], None]], None] | None:
     from vllm.v1.engine import EngineCoreRequestType
 
     def wake(mark: Callable[[], None]) -> None:
-        if (
-            not core.is_scheduler_paused()
-        ):  # paused is what has no work left: weights may be exchanged, memory given back
+        # paused is what has no work left: weights may be exchanged, memory given back
+        if not core.is_scheduler_paused():
             mark()
             queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 

@@ -123,8 +123,9 @@ class RemoteCollector:
 
     def wait_until_started(self) -> None:
         """Wait until the process has read its first message: what it takes to begin says nothing of the store."""
-        with self._state:
-            self._state.wait_for(lambda: self._dead or self.pid is not None, _START_SECONDS)
+        if self.pid is None:
+            with self._state:
+                self._state.wait_for(lambda: self._dead or self.pid is not None, _START_SECONDS)
 
     def step(self, step: Step) -> None:
         """Hand over a step's rows."""
