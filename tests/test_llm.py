@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from layertap import LLM, AsyncLLM, LayerError, PromptError, SamplingParams, load_hidden_states
+from layertap.assembly import Assembly
+from layertap.engines.transformers.budget import ARENAS
 from layertap.testing import zoo
 
 PROMPT = [9, 10, 11, 12]
@@ -81,18 +83,15 @@ def test_ctrl_c_in_generate_ends_what_runs_and_the_next_call_works(llm, tmp_path
     assert llm._front.num_running == 0
 
 
-def test_ctrl_c_while_the_writer_makes_extract_wait_does_not_block_the_next_call(llm):
-    budget = llm._front.recorder.budget
-    real = budget.acquire
-
-    def interrupted(_num_bytes, _taken):
+def test_ctrl_c_while_extract_hands_over_does_not_block_the_next_call(llm, monkeypatch):
+    def interrupted(_assembly, _rows):
         raise KeyboardInterrupt
 
-    for _ in range(4):  # more often than there are arenas
-        budget.acquire = interrupted
+    for _ in range(ARENAS + 1):
+        monkeypatch.setattr(Assembly, "accept", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(llm.extract([PROMPT, PROMPT]))
-        budget.acquire = real
+        monkeypatch.undo()
     assert len(list(llm.extract([PROMPT, PROMPT]))) == 2
 
 

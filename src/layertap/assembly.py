@@ -38,6 +38,8 @@ class Rows:
         digests: uint64 [n], the rows' digests (`layertap.files.format.row_digests`) where the engine has them already; only
             with all slots.
         all_finite: the engine has looked at every value: none is infinite or NaN. If false, nobody has looked.
+        is_bounded: `data` lies in memory that the engine holds in any case and doesn't let grow, so that nobody has to wait for
+            the byte budget until `release` gives it back.
     """
 
     step: int
@@ -48,6 +50,7 @@ class Rows:
     release: Callable[[], None] | None = None
     digests: NDArray[np.uint64] | None = None
     all_finite: bool = False
+    is_bounded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

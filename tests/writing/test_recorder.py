@@ -39,6 +39,21 @@ def test_far_more_unfinished_rows_than_the_budget_do_not_deadlock(tmp_path):
     assert recorder.budget.in_flight_bytes == 0
 
 
+def test_rows_in_bounded_memory_do_not_wait_for_the_byte_budget(tmp_path):
+    """They would for ever here: the budget is taken by rows that aren't written until these are there."""
+    spec = make_spec(num_rows=64, hidden_size=128)
+    data, ids = make_data(spec)
+    recorder = make_recorder(max_bytes_in_flight=1 << 10, num_writer_threads=2)
+    recorder.budget.acquire(1 << 10, [])
+    capture = recorder.admit(spec, request_id="r", path=tmp_path / "r.safetensors")
+    rows = rows_of(data, ids, 0, 64)
+    rows.is_bounded = True
+    capture.add(rows)
+    capture.finish(ids, "prefill").result(30)
+    assert load_hidden_states(capture.path)["hidden_states"].numpy().tobytes() == data.tobytes()
+    assert recorder.budget.in_flight_bytes == recorder.budget.peak_bytes == 1 << 10
+
+
 def test_every_chunk_is_released_exactly_once_whatever_happens(tmp_path):
     spec = make_spec()
     data, ids = make_data(spec)

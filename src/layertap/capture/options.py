@@ -11,6 +11,7 @@ from layertap.capture import parsing
 from layertap.capture.layers import LayersLike
 from layertap.capture.request import SAVE_DTYPES, RequestOptions, check_layers
 from layertap.errors import OptionError
+from layertap.memory import memory_bytes
 
 
 def _folders(value: Any) -> bool | tuple[str, ...]:
@@ -55,7 +56,7 @@ class StoreOptions:
         None, parsing.optional(parsing.one_of(*SAVE_DTYPES)), "dtype of saved rows; default the compute dtype"
     )
     max_bytes_in_flight: int | None = parsing.option(
-        None, parsing.optional(parsing.integer(1)), "rows in memory that are in no file yet; default memory / 16"
+        None, parsing.optional(parsing.integer(1)), "rows in memory that are in no file yet; default memory / 8"
     )
     max_storage_bytes: int | None = parsing.option(
         None, parsing.optional(parsing.integer(1)), "quota of the storage folder"
@@ -111,7 +112,7 @@ class StoreOptions:
         return options
 
     def byte_budget(self) -> int:
-        """`max_bytes_in_flight`, or a sixteenth of the machine's memory."""
+        """`max_bytes_in_flight`, or an eighth of the machine's memory."""
         if self.max_bytes_in_flight is not None:
             return self.max_bytes_in_flight
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 16
+        return memory_bytes() // 8

@@ -69,7 +69,7 @@ def serve(
         str | None, typer.Option(help="Left free on its file system. Default 1GiB.", rich_help_panel=ROWS)
     ] = None,
     max_bytes_in_flight: Annotated[
-        str | None, typer.Option(help="Rows in memory at most. Default a sixteenth of memory.", rich_help_panel=ROWS)
+        str | None, typer.Option(help="Rows in memory at most. Default an eighth of memory.", rich_help_panel=ROWS)
     ] = None,
     prefix_rows_bytes: Annotated[
         str | None,

@@ -4,12 +4,10 @@ Python's own `mmap` keeps a descriptor for every mapping (until 3.13 has no way 
 files would run into the usual limit of 1,024. So this calls mmap itself.
 """
 
-import contextlib
 import ctypes
 import mmap
 import os
 import weakref
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,11 +72,3 @@ def will_need(part: NDArray[np.uint8]) -> None:
     start, end = begin // mmap.PAGESIZE * mmap.PAGESIZE, begin + part.size
     for at in range(start, end, _HINT_BYTES):
         _libc.madvise(at, min(_HINT_BYTES, end - at), mmap.MADV_WILLNEED)  # only a hint: its failure is none
-
-
-def memory_bytes() -> int:
-    """The memory of the machine, or that which this process's group may take."""
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError, ValueError):  # there is no such limit
-        found = min(found, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return found

@@ -22,12 +22,12 @@ from layertap.datasets.index import SampleEntry, load_entries, read_part, spans_
 from layertap.datasets.joining import find_shares, joined_lookup, joined_manifest
 from layertap.datasets.lookup import Lookup, load_lookup
 from layertap.datasets.manifest import Manifest, read_manifest
-from layertap.datasets.mapping import memory_bytes
 from layertap.datasets.shards import MappedShard
 from layertap.datasets.writer import file_info
 from layertap.errors import CorruptError, ForeignError, HiddenStatesError
 from layertap.files.paths import whole_path
 from layertap.files.values import check_read_dtype, to_tensors
+from layertap.memory import memory_bytes
 
 if TYPE_CHECKING:
     import torch

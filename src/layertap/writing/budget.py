@@ -8,7 +8,8 @@ class ByteBudget:
     """Bytes in flight, bounded. `acquire` waits, which is the back-pressure on the engine.
 
     It covers only rows that are on their way to a file, and those always drain, so waiting always makes progress. A piece
-    larger than the whole budget passes when nothing else is in flight.
+    larger than the whole budget passes when nothing else is in flight. Rows that lie in buffers of a fixed size don't count: who
+    owns those makes the engine wait.
     """
 
     def __init__(self, limit_bytes: int) -> None:

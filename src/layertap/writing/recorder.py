@@ -105,7 +105,8 @@ class Capture:
                 call()
 
         try:
-            self._recorder.budget.acquire(int(rows.data.nbytes), taken)
+            if not rows.is_bounded:
+                self._recorder.budget.acquire(int(rows.data.nbytes), taken)
             with self._lock:  # deciding and queueing together, so that a later step's bytes are also written later
                 self._queue(rows, done)
         except BaseException as exc:

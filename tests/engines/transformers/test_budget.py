@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layertap.engines.transformers.budget import Costs, arena_bytes, device_room, fits, make_plan, parse_memory
+from layertap.engines.transformers import budget
+from layertap.engines.transformers.budget import ARENAS, Costs, arena_bytes, device_room, fits, make_plan, parse_memory
 
 GIB = 2**30
 # One block of the Qwen3-32B shape: 488 million parameters of 2 bytes, at 680 TFLOP/s and 55 GB/s.
@@ -59,10 +60,13 @@ def test_weights_fit_when_an_eighth_is_left_for_the_work():
     assert not fits(7 * GIB + 1, 8 * GIB)
 
 
-def test_rows_get_a_part_of_a_small_memory():
+def test_rows_get_a_part_of_a_small_memory(monkeypatch):
+    monkeypatch.setattr(budget, "memory_bytes", lambda: 128 * GIB)
     assert arena_bytes(None) == 2 * GIB
     assert arena_bytes(141 * GIB) == 2 * GIB
-    assert arena_bytes(24 * GIB) == 24 * GIB // 16
+    assert ARENAS * arena_bytes(24 * GIB) < 24 * GIB // 5
+    monkeypatch.setattr(budget, "memory_bytes", lambda: 16 * GIB)
+    assert ARENAS * arena_bytes(141 * GIB) <= 4 * GIB
 
 
 @pytest.mark.parametrize(

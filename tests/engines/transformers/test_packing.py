@@ -104,3 +104,26 @@ def test_a_sequence_longer_than_may_run_together_goes_alone_between_others():
 def test_a_packable_model_runs_what_the_self_test_does_not_vouch_for_with_its_own_attention():
     ways = {batch.items[0].length: batch.way for batch in plan([30, 12], "packed", 10, 20)}
     assert ways == {30: "alone", 12: "packed"}
+
+
+@given(lengths, st.sampled_from(["packed", "padded", "alone"]), st.integers(8, 400))
+def test_at_the_end_the_longest_go_first(all_lengths, way, budget):
+    packer = Packer(way, budget)
+    for i, length in enumerate(all_lengths):
+        packer.push(Item(i, length))
+    packer.longest_first()
+    longest, done = [], []
+    while len(packer):
+        items = packer.pop().items
+        longest.append(max(item.length for item in items))
+        done += [item.value for item in items]
+    assert longest == sorted(longest, reverse=True)
+    assert sorted(done) == list(range(len(all_lengths)))
+
+
+def test_shared_batches_keep_the_order_in_which_beginnings_are_common():
+    packer = Packer("shared", 400)
+    for i, length in enumerate((3, 9, 5)):
+        packer.push(Item(i, length))
+    packer.longest_first()
+    assert [item.value for item in packer.pop().items] == [0, 1, 2]

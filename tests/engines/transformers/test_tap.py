@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from layertap.capture.residual import Residual
+from layertap.engines.transformers import tap
 from layertap.engines.transformers.tap import Arenas, EarlyExit, Piece, Tap, run_to_exit
 from layertap.errors import UnsupportedModelError
 
@@ -177,3 +178,46 @@ def test_users_that_each_keep_an_arena_do_not_wait_for_one_another():
         for arena in kept:
             arena.give_back()
     assert arenas._made == len(arenas._free) == 2
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("the device's"), RuntimeError("pinned memory")])
+def test_where_one_more_arena_does_not_fit_the_others_are_used_in_turn(monkeypatch, error):
+    arenas = Arenas(CPU, count=4)
+    with arenas.one_more_user():
+        first, second = (arenas.acquire(4, 1, 4, torch.float32) for _ in range(2))
+        real = tap.Arena
+        asked = threading.Event()
+
+        def too_many(*args):
+            asked.set()
+            raise error
+
+        monkeypatch.setattr(tap, "Arena", too_many)
+        taken = []
+        thread = threading.Thread(target=lambda: taken.append(arenas.acquire(4, 1, 4, torch.float32)))
+        thread.start()
+        assert asked.wait(30)
+        second.give_back()
+        thread.join(30)
+        assert taken == [second]
+        monkeypatch.setattr(tap, "Arena", real)
+        first.give_back()
+        assert arenas.acquire(4, 1, 4, torch.float32) is first
+        assert arenas._made == arenas._allowed == 2
+
+
+def test_where_not_even_a_second_arena_fits_its_user_is_told():
+    """Waiting would be for ever: the only arena may hold what this very user hasn't delivered yet."""
+    arenas = Arenas(CPU, count=4)
+    with arenas.one_more_user():
+        arenas.acquire(1, 1, 4, torch.float32)
+        with pytest.raises(RuntimeError):
+            arenas.acquire(1 << 50, 1, 8, torch.float32)
+        assert arenas._made == 1
+
+
+def test_a_slightly_larger_batch_takes_the_same_arena():
+    arenas = Arenas(CPU, count=1)
+    first = arenas.acquire(1000, 1, 64, torch.float32)
+    first.give_back()
+    assert arenas.acquire(1008, 1, 64, torch.float32) is first

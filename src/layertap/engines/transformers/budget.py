@@ -23,6 +23,7 @@ from layertap.engines.transformers.offload import SLOTS, Streamer
 from layertap.engines.transformers.packing import Way
 from layertap.engines.transformers.passes import Passes
 from layertap.errors import OptionError
+from layertap.memory import memory_bytes
 
 __all__ = [
     "ARENAS",
@@ -39,8 +40,11 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-ARENAS = 3
+ARENAS = 6
+"""One that is computed, one on its way to the host, four that are written: a file is written by one thread, and an arena is free
+when the longest of its files is."""
 _ARENA_BYTES = 2 * 2**30
+_ARENA_SHARE = 32
 RESERVE = 16
 """One part in so many of the device's memory is for what nobody counted."""
 _WORKING_SHARE = 8
@@ -116,8 +120,12 @@ def fits(weight_bytes: int, room: int | None) -> bool:
 
 
 def arena_bytes(room: int | None) -> int:
-    """Most device memory of one batch's rows."""
-    return _ARENA_BYTES if room is None else min(_ARENA_BYTES, room // 16)
+    """Most memory of one batch's rows, which they take on the device and, pinned, on the host.
+
+    All of them together stay below a fifth of the device's room and a quarter of the host's memory.
+    """
+    limits = [_ARENA_BYTES, memory_bytes() // (4 * ARENAS)]
+    return min(limits) if room is None else min(*limits, room // _ARENA_SHARE)
 
 
 def make_plan(costs: Costs, *, num_blocks: int, block_bytes: int, room: int, tokens: int, fixed: bool = False) -> Plan:

@@ -170,14 +170,17 @@ class Extractor:
             if self._is_cuda:
                 leaving.enter_context(QUICK_SWITCHES.here())
             leaving.callback(self._abandon, packer, flights)
-            others = False
+            others, batched = False, False
             for job in jobs:
                 if self._admit(packer, job, share_prefixes, others=others):
                     others = True
                 else:
                     yield job.index
                 while packer.full:
+                    batched = True
                     yield from self._advance(packer, flights)
+            if batched and self._is_cuda:
+                packer.longest_first()
             while len(packer):
                 yield from self._advance(packer, flights)
             while flights:
@@ -340,6 +343,7 @@ class Extractor:
                         release=release,
                         digests=None if looked is None else looked[0][begin:end],
                         all_finite=looked is not None and bool(looked[1][begin:end].all()),
+                        is_bounded=True,
                     )
                 )
                 start += end - begin

@@ -37,6 +37,7 @@ from layertap.engines.transformers.stopping import Finish
 from layertap.engines.transformers.switching import QUICK_SWITCHES
 from layertap.engines.transformers.trial import Verdict, find_way
 from layertap.errors import EngineError, OptionError, UnsupportedModelError
+from layertap.memory import memory_bytes
 from layertap.writing.recorder import Capture
 
 __all__ = ["GenerationOptions", "Generator"]
@@ -374,8 +375,6 @@ class Generator:
 
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cpu":
-        import os
-
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 16
+        return memory_bytes() // 16
     room = device_room(device, None)  # memory that torch keeps for the next who wants it is free, too
     return (torch.accelerator.get_memory_info(device)[0] if room is None else room) // 2

@@ -89,6 +89,11 @@ class Packer(Generic[T]):
         self._waiting.append(item)
         self._tokens += item.length
 
+    def longest_first(self) -> None:
+        """No more will come: end with short sequences, whose files are soon written. Shared ones stay in order."""
+        if self.way != "shared":
+            self._waiting.sort(key=lambda item: item.length, reverse=True)
+
     def pop(self) -> Batch[T]:
         """Take the next batch; there must be a waiting sequence."""
         first = self._waiting[0]

@@ -11,6 +11,7 @@ which the checks of rows refuse.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ from layertap.writing.checks import MARK_BYTES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["Arena", "Arenas", "EarlyExit", "Piece", "Tap", "run_to_exit"]
 
@@ -157,11 +160,11 @@ class Arena:
 
 
 class Arenas:
-    """A few arenas, allocated once and reused; asking for one waits until the writer has caught up.
+    """A few arenas, allocated as they are needed and reused; asking for one waits until the writer has caught up.
 
     Args:
         device: of the model.
-        count: arenas for one user.
+        count: arenas for one user; fewer where the memory isn't enough.
     """
 
     def __init__(self, device: torch.device, count: int = 2) -> None:
@@ -194,15 +197,35 @@ class Arenas:
     def acquire(self, rows: int, layers: int, hidden: int, dtype: torch.dtype) -> Arena:
         """Take an arena with room for these rows; its user holds one share of it."""
         nbytes = rows * layers * hidden * dtype.itemsize
-        with self._changed:
-            self._changed.wait_for(lambda: self._free or self._made < self._allowed)
-            arena = self._take_free(nbytes)
-            if arena is None:
-                arena = Arena(self, nbytes, self._device)
-                self._made += 1
+        arena = None
+        while arena is None:
+            with self._changed:
+                self._changed.wait_for(lambda: self._free or self._made < self._allowed)
+                arena = self._take_free(nbytes)
+                if arena is None:
+                    self._made += 1
+            if arena is None:  # without the lock: pinning gigabytes takes a while, in which others give theirs back
+                arena = self._make(_rounded(nbytes))
         arena.shape(rows, layers, hidden, dtype)
         arena.hold()
         return arena
+
+    def _make(self, nbytes: int) -> Arena | None:
+        """A new arena, counted already. None where there is no memory for it, but another one will come back."""
+        try:
+            return Arena(self, nbytes, self._device)
+        except BaseException as exc:
+            with self._changed:
+                self._made -= 1
+                # each user may keep one that nobody takes the results of; any more than those are being written
+                others_come_back = self._made > self._users and isinstance(exc, RuntimeError)
+                if others_come_back:
+                    self._count = max(1, self._made - max(self._users - 1, 0))
+                self._changed.notify_all()
+            if not others_come_back:
+                raise
+            logger.warning("no memory for one more arena of %d bytes: %d are used", nbytes, self._made)
+            return None
 
     def _take_free(self, nbytes: int) -> Arena | None:
         """A free arena that is large enough; one that is too small is dropped, before its successor needs the memory."""
@@ -223,6 +246,12 @@ class Arenas:
             else:
                 self._free.append(arena)
             self._changed.notify()
+
+
+def _rounded(nbytes: int) -> int:
+    """A little more, so that a batch that is a little larger than those before needn't have arenas of its own."""
+    step = max(1, 1 << max(0, nbytes.bit_length() - 4))
+    return -(-nbytes // step) * step
 
 
 @dataclass(slots=True)

@@ -7,7 +7,6 @@ whatever kinds of KV cache the model has. When vLLM resets its prefix cache the 
 
 import functools
 import logging
-import os
 import weakref
 from typing import Any
 
@@ -16,6 +15,7 @@ from layertap.engines.vllm.configured import Configured
 from layertap.engines.vllm.prefix_plan import PrefixPlan
 from layertap.engines.vllm.prefix_rows import slot_bytes
 from layertap.errors import EngineError, OptionError
+from layertap.memory import memory_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def check(config: Any, found: Configured) -> None:
     limit = found.options.prefix_rows_bytes
     if limit is None:
         return
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = memory_bytes()
     if limit > memory:
         raise OptionError(f"{_NAME}: {limit} bytes are more than this machine's memory of {memory}")
     least = slot_bytes(int(config.cache_config.block_size or 1), _cell_bytes(config, found))
