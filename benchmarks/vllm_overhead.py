@@ -51,6 +51,7 @@ def engine_options(args, folder: Path, layers) -> dict:
                 "shared_storage_path": args.store,
                 "min_free_bytes": 1 << 28,
                 "num_writer_processes": args.writers,
+                "max_bytes_in_flight": None if args.in_flight is None else args.in_flight << 30,
             },
         )
     elif args.mode == "own":
@@ -152,6 +153,7 @@ def main() -> None:
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--store", default="/dev/shm/layertap-overhead")
     parser.add_argument("--writers", type=int, help="writer processes (default: the engine's)")
+    parser.add_argument("--in-flight", type=int, help="max_bytes_in_flight in GiB (default: the engine's)")
     parser.add_argument("--all-layers", action="store_true", help="take all 36 layers (with --work all)")
     args = parser.parse_args()
     store = Path(args.store)

@@ -16,6 +16,7 @@ _WITHOUT_VLLM = {
     "test_tap.py",
     "test_ops.py",
     "test_rowmap.py",
+    "test_side.py",
     "test_orders.py",
     "test_prefix_index.py",
     "test_prefix_plan.py",

@@ -20,7 +20,7 @@ def run_taps(function, arena, stamps):
         for tap in range(TAPS):
             function(hidden, residual if tap else None, control, tap)
     finally:
-        ops.forget_cpu_arena(arena)
+        ops.forget_cpu_arena(arena.data_ptr())
     return hidden, residual
 
 

@@ -37,9 +37,9 @@ def register_cpu_arena(arena: torch.Tensor, stamps: torch.Tensor) -> int:
     return arena.data_ptr()
 
 
-def forget_cpu_arena(arena: torch.Tensor) -> None:
+def forget_cpu_arena(address: int) -> None:
     """Drop a CPU arena."""
-    _cpu_arenas.pop(arena.data_ptr(), None)
+    _cpu_arenas.pop(address, None)
 
 
 def _tap_cpu(

@@ -245,7 +245,7 @@ class RemoteCollector:
             key, self._next_key = self._next_key, self._next_key + 1
             self._held[key] = step
         cells = step.first_cell, step.first_cell + len(step.cells)
-        self._send(("step", (key, step.number, step.generation, chunks, *cells, facts)))
+        self._send(("step", (key, step.number, step.generation, chunks, *cells, facts, step.looks)))
 
     def _send(self, message: Any) -> None:
         with self._sending:

@@ -19,12 +19,16 @@ from torch import nn
 from layertap.engines.vllm import ops
 from layertap.engines.vllm.arena import Ring, Span
 from layertap.engines.vllm.compat import Layout
+from layertap.engines.vllm.looks import Looks, start_looks, tokens_of, works
 from layertap.engines.vllm.residual import Rule
 from layertap.engines.vllm.rowmap import SKIP, Chunk, PlanTable, Want, fill, lay_out
 from layertap.engines.vllm.shared import SharedCells
+from layertap.engines.vllm.side import CudaSide, Mark, Side
 
 Entries = tuple[int | str, int | str | None]
 _STAGING_BUFFERS = 4
+MOST_STEPS = 4
+"""In the host ring: one that is copied, and as many as are written until the longest of their prompts is."""
 _MOST_GENERATIONS = (1 << 31) - 1
 
 
@@ -40,6 +44,7 @@ class Step:
         first_cell: of the step, in the host ring.
         stamps: int32 [cells], as the tap wrote them: valid after `wait`.
         generation: what they have to be.
+        looks: what the device found out about the rows: valid after `wait`. None where the writer has to.
     """
 
     number: int
@@ -50,7 +55,8 @@ class Step:
     first_cell: int
     stamps: NDArray[np.int32]
     generation: int
-    _copied: Any = None
+    _copied: Mark | None = None
+    looks: Looks | None = None
 
     def wait(self) -> None:
         """Wait for the copy from the device."""
@@ -93,10 +99,10 @@ class TapCounts:
 class _DeviceSide:
     """What only exists on an accelerator."""
 
-    stream: Any
+    side: Side
     arena: torch.Tensor | None = None
     stamps: torch.Tensor | None = None
-    pending: deque[tuple[Span, Any]] = field(default_factory=deque)
+    pending: deque[tuple[Span, Mark]] = field(default_factory=deque)
 
 
 class Tap:
@@ -109,7 +115,8 @@ class Tap:
         device: of the model.
         max_rows: most rows of a step, with padding.
         max_plans: most requests of a step.
-        host_bytes: limit of the host ring; one step always fits.
+        host_bytes: limit of the host ring; one step always fits, more than four aren't needed.
+        side: the way to the host; by default that of the device, if it is none on its own.
     """
 
     def __init__(
@@ -122,6 +129,7 @@ class Tap:
         max_rows: int,
         max_plans: int,
         host_bytes: int,
+        side: Side | None = None,
     ) -> None:
         ops.define()
         self.taps = taps
@@ -136,21 +144,21 @@ class Tap:
         self._table = torch.full((max_plans, max(len(taps), 1)), SKIP, dtype=torch.int32, device=device)
         self._control = torch.zeros(ops.CONTROL_SIZE, dtype=torch.int64, device=device)
         self._generation = 0
-        self.on_device = on_device = device.type != "cpu"
+        if side is None and device.type != "cpu":
+            side = CudaSide(device)
+        self.on_device = device.type != "cpu"
         self._staging = [
-            torch.zeros((2, max_rows), dtype=torch.int32, pin_memory=on_device) for _ in range(_STAGING_BUFFERS)
+            torch.zeros((2, max_rows), dtype=torch.int32, pin_memory=self.on_device) for _ in range(_STAGING_BUFFERS)
         ]
-        self._staging_events: list[Any] = [None] * _STAGING_BUFFERS
+        self._staging_events: list[Mark | None] = [None] * _STAGING_BUFFERS
         self._next_staging = 0
         self._dirty_rows = 0
         self._current: _Current | None = None
         self.cell_bytes = hidden_size * dtype.itemsize
         self.step_cells = max_rows * max(len(taps), 1)
-        host_cells = max(
-            self.step_cells, _power_of_two(min(4 * self.step_cells * self.cell_bytes, host_bytes)) // self.cell_bytes
-        )
+        host_cells = max(self.step_cells, min(MOST_STEPS * self.step_cells, host_bytes // self.cell_bytes))
         self.cells = SharedCells(host_cells, self.cell_bytes)
-        if on_device:
+        if self.on_device:
             self.cells.pin()
         self._host = self.cells.tensor(dtype)
         self._host_stamps = torch.from_numpy(self.cells.stamps)
@@ -158,11 +166,13 @@ class Tap:
         self.host_ring = Ring(host_cells)
         self._arena_ring = self.host_ring
         self._device_side: _DeviceSide | None = None
-        if on_device:
-            self._device_side = _DeviceSide(_stream(device))
+        self._looked_layers = 0
+        """Only at rows of all taps: the kernel is compiled for a number of layers, which must not happen between steps."""
+        if side is not None:
+            self._device_side = _DeviceSide(side)
             self._arena_ring = Ring(2 * self.step_cells)
         else:
-            self._control[0] = ops.register_cpu_arena(self._host, self._host_stamps)
+            self._bind(self._host, self._host_stamps)
 
     def install(self, blocks: Mapping[int, nn.Module], rule: Rule, entries: Mapping[int, Entries]) -> None:
         """Put the op into the blocks: id L behind block L - 1, or in front of block L where `entries` has it.
@@ -181,6 +191,8 @@ class Tap:
                 _tap_input(block, column, *entries[layer])
             else:
                 _tap_output(block, column, rule)
+        if self._device_side is not None and works(self._device, len(self.taps), self._hidden_size, self.dtype):
+            self._looked_layers = len(self.taps)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         return {
@@ -197,8 +209,15 @@ class Tap:
             return
         side.arena = torch.empty((self._arena_ring.capacity, self._hidden_size), dtype=self.dtype, device=self._device)
         side.stamps = torch.zeros(self._arena_ring.capacity, dtype=torch.int32, device=self._device)
-        self._control[0] = side.arena.data_ptr()
-        self._control[2] = side.stamps.data_ptr()
+        self._bind(side.arena, side.stamps)
+
+    def _bind(self, arena: torch.Tensor, stamps: torch.Tensor) -> None:
+        """Let the op write there."""
+        if self.on_device:
+            self._control[0] = arena.data_ptr()
+            self._control[2] = stamps.data_ptr()
+        else:
+            self._control[0] = ops.register_cpu_arena(arena, stamps)
 
     @property
     def arena_bytes(self) -> int:
@@ -266,8 +285,8 @@ class Tap:
         """Wake whoever waits for room."""
         self.host_ring.close()
         self._arena_ring.close()
-        if self._device_side is None:
-            ops.forget_cpu_arena(self._host)
+        if not self.on_device:
+            ops.forget_cpu_arena(int(self._control[0]))
         self.cells.unpin()
 
     def _copy_to_host(self, number: int, current: _Current, side: _DeviceSide) -> Step:
@@ -277,22 +296,21 @@ class Tap:
         if span is None:
             self._arena_ring.give_back(current.span)
             raise RuntimeError("the tap is closed")
-        computed = _event()
+        way = side.side
+        computed, copied = way.mark(), way.mark(blocking=True)
         computed.record()
-        facts = torch.empty(current.positions_and_ids.shape, dtype=torch.int64, pin_memory=True)
-        copied = _event(blocking=True)
-        with torch.cuda.stream(side.stream):
-            side.stream.wait_event(computed)
-            self._host[span.start : span.stop].copy_(
-                side.arena[current.span.start : current.span.stop], non_blocking=True
-            )
+        facts = way.pinned(tuple(current.positions_and_ids.shape), torch.int64)
+        cells = side.arena[current.span.start : current.span.stop]
+        with way.behind(computed):
+            looks = self._look(current, cells, way)
+            self._host[span.start : span.stop].copy_(cells, non_blocking=True)
             # behind the cells: stamps that are there say that the cells are
             self._host_stamps[span.start : span.stop].copy_(
                 side.stamps[current.span.start : current.span.stop], non_blocking=True
             )
             facts.copy_(current.positions_and_ids, non_blocking=True)
-            copied.record(side.stream)
-        current.positions_and_ids.record_stream(side.stream)
+            copied.record()
+        way.keep(current.positions_and_ids)
         side.pending.append((current.span, copied))
         host_span = span
         return Step(
@@ -305,7 +323,24 @@ class Tap:
             self.cells.stamps[span.start : span.stop],
             current.generation,
             copied,
+            looks,
         )
+
+    def _look(self, current: _Current, cells: torch.Tensor, way: Side) -> Looks | None:
+        """Have the device look at the rows, where that is worth it."""
+        num_layers = self._looked_layers
+        tokens = tokens_of(current.chunks, num_layers, self.cell_bytes) if num_layers else None
+        if tokens is None:
+            return None
+        ids = current.positions_and_ids[1]
+        if isinstance(tokens, slice):
+            ids = ids[tokens].clone()  # aligned, whatever the first token: Triton compiles for what isn't, too
+        else:
+            index = way.pinned(tokens.shape, torch.int64)
+            index.numpy()[:] = tokens
+            ids = ids[index.to(self._device, non_blocking=True)]
+        rows = cells.view(len(ids), num_layers, self._hidden_size)
+        return Looks(num_layers, start_looks(rows, ids, way).numpy())
 
     def _take_arena(self, num_cells: int) -> Span | None:
         side = self._device_side
@@ -326,8 +361,9 @@ class Tap:
             raise RuntimeError(f"a step of {num_rows} rows, {self._max_rows} were announced")
         slot = self._next_staging
         self._next_staging = (slot + 1) % _STAGING_BUFFERS
-        if self._staging_events[slot] is not None:
-            self._staging_events[slot].synchronize()
+        filled = self._staging_events[slot]
+        if filled is not None:
+            filled.synchronize()
         staging = self._staging[slot]
         array = staging.numpy()
         fill(array[0], array[1], chunks, first_cell, num_rows)
@@ -338,9 +374,8 @@ class Tap:
             self._table.copy_(torch.from_numpy(self._plans.table))
             self._plans.changed = False
         if self._device_side is not None:
-            event = _event()
-            event.record()
-            self._staging_events[slot] = event
+            self._staging_events[slot] = mark = self._device_side.side.mark()
+            mark.record()
 
     def _snapshot(self, layout: Layout) -> torch.Tensor:
         """The step's positions and input ids, before the next step's overwrite them."""
@@ -348,19 +383,6 @@ class Tap:
         snapshot[0].copy_(layout.positions[: layout.num_rows])
         snapshot[1].copy_(layout.input_ids[: layout.num_rows])
         return snapshot
-
-
-def _power_of_two(num_bytes: int) -> int:
-    # torch rounds pinned memory up to one
-    return 1 << max(0, num_bytes.bit_length() - 1)
-
-
-def _stream(device: torch.device) -> Any:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def _event(*, blocking: bool = False) -> Any:
-    return torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
 
 
 def _tap_output(block: Any, column: int, rule: Rule) -> None:

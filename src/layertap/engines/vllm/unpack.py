@@ -22,6 +22,7 @@ from layertap.engines.vllm.messages import Finish, Order, PrefixNews, Reuse
 from layertap.engines.vllm.prefix_rows import PrefixRows
 from layertap.engines.vllm.rowmap import SKIP, Chunk, Want
 from layertap.engines.vllm.tap import Step
+from layertap.files.format import row_digests
 from layertap.writing.recorder import describe
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,12 @@ class Running:
     order: Order
     runs: tuple[LayerRun, ...]
     failure: str | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its rows are all here and packed as the file has them."""
+        num_layers = len(self.order.spec.layers)
+        return self.runs == ((0, num_layers, slice(0, num_layers)),)
 
 
 def layer_runs(layers: tuple[int, ...], held: frozenset[int]) -> tuple[LayerRun, ...]:
@@ -292,6 +299,17 @@ class Unpacker:
         if self._prefix is not None:
             self._prefix.put(chunk.request_id, start, input_ids[tokens], data)
         converted = convert(data, self._dtype, running.order.spec.dtype)
+        digests, all_finite = None, False
+        if step.looks is not None and converted is data and running.is_whole:
+            row_bytes = data.shape[1] * data.shape[2]
+            digests, all_finite = step.looks.of(chunk, input_ids[tokens], row_bytes)
+            # one of them for all: the writer would spend as much time on every row as it spends on writing it
+            if digests[-1] != row_digests(data[-1:].reshape(1, row_bytes), input_ids[tokens][-1:])[0]:
+                self._lose(
+                    chunk.request_id,
+                    "the device's digest of a row isn't the host's: the copy from the device is damaged",
+                )
+                return
         for first, stop, slots in running.runs:
             rows = Rows(
                 step=step.number,
@@ -300,6 +318,8 @@ class Unpacker:
                 slots=slots,
                 data=converted[:, first:stop],
                 release=release.hold() if converted is data else None,
+                digests=digests,
+                all_finite=all_finite,
             )
             self.emit(running, rows)
 

@@ -21,7 +21,7 @@ from layertap.engines.vllm.remote import RemoteCollector
 from layertap.engines.vllm.residual import Rule, check_forms, decide, input_tap, probe
 from layertap.engines.vllm.rowmap import Want
 from layertap.engines.vllm.stages import Address, StageReceiver, StageSender, connect_stages
-from layertap.engines.vllm.tap import Entries, Tap
+from layertap.engines.vllm.tap import MOST_STEPS, Entries, Tap
 from layertap.engines.vllm.unpack import GatherRoom, Unpacker, want_of
 from layertap.engines.vllm.writer import WriterSetup, make_recorder
 from layertap.engines.vllm.writers import Writers, start_writers
@@ -39,6 +39,7 @@ _ADMISSION_SECONDS = 10.0
 """How long a step waits for the locks of requests that begin in it: readers may learn the paths when it is over. A store that takes
 longer costs its readers the lock, and the engine this wait, once."""
 _OUTSIDE_MARGIN_BYTES = 2 << 30
+_FEWEST_STEPS = 3
 
 _taps: dict[str, "WorkerTap | None"] = {}
 """Of the engines whose workers live in this process; None where another rank delivers the rows."""
@@ -127,6 +128,8 @@ def install(worker: Any, found: Configured) -> None:
         max_plans=config.scheduler_config.max_num_seqs,
         host_bytes=found.options.byte_budget(),
     )
+    if tap.on_device:
+        _warn_of_small_ring(tap)
     tap.install(blocks.local, rule, entries)
     _place_arena(tap, config, runner.device)
     unpacker = _unpacker(config, found, tap, pp)
@@ -168,6 +171,21 @@ def _decide(
             raise UnsupportedModelError(f"{name}: layer 0: the first block gets no tensor of the stream's width")
         entries[0] = (seen.hidden_argument, None)
     return rule, entries
+
+
+def _warn_of_small_ring(tap: Tap) -> None:
+    """With room for one or two full steps the engine waits in each until the longest prompt of the one before is written."""
+    steps, step_bytes = tap.host_ring.capacity / tap.step_cells, tap.step_cells * tap.cell_bytes
+    if steps < _FEWEST_STEPS:
+        logger.warning(
+            "layertap: rows of a full step with all layers take %.1f GiB, and host memory for %.1f such steps is given: with full "
+            "steps the engine will wait for the writers; max_bytes_in_flight=%d would hold %d (or: fewer layers, a smaller "
+            "max_num_batched_tokens)",
+            step_bytes / 2**30,
+            steps,
+            MOST_STEPS * step_bytes,
+            MOST_STEPS,
+        )
 
 
 def _place_arena(tap: Tap, config: Any, device: torch.device) -> None:

@@ -23,6 +23,7 @@ import torch
 from layertap.capture.options import StoreOptions
 from layertap.engines.vllm.collector import Collector
 from layertap.engines.vllm.lifeline import Lifeline
+from layertap.engines.vllm.looks import Looks
 from layertap.engines.vllm.messages import Finish, Order
 from layertap.engines.vllm.rowmap import Chunk
 from layertap.engines.vllm.shared import SharedCells
@@ -158,6 +159,7 @@ class Writer:
         first: int,
         stop: int,
         facts: Any,
+        looks: Looks | None,
     ) -> None:
         self._collector.step(
             Step(
@@ -169,6 +171,7 @@ class Writer:
                 first,
                 self._ring.stamps[first:stop],
                 generation,
+                looks=looks,
             )
         )
 

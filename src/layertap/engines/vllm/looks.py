@@ -1,0 +1,104 @@
+"""What the device finds out about the rows of a large step before they leave it: their digests, and whether they are finite.
+
+Otherwise the writer does, which costs it as much time as writing does. It is one pass of the device over rows that it has just
+written (some 1.3 TB/s on an H200), beside vLLM's own work, and it covers the copy to the host. Single rows of generation aren't
+worth a launch.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from layertap.engines.digests import can_digest, finish_digests, start_digests
+from layertap.engines.ranges import numbers
+from layertap.engines.vllm.rowmap import Chunk
+from layertap.engines.vllm.side import Side
+from layertap.files.format import row_digests
+
+__all__ = ["Looks", "start_looks", "tokens_of", "works"]
+
+logger = logging.getLogger(__name__)
+
+_LEAST_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Looks:
+    """See the module; of a step in which every request takes the same number of layers.
+
+    Attributes:
+        num_layers: of each row.
+        accumulators: int64 [rows of all chunks, 9], as `digests.start_digests` gives them; there when the step's rows are.
+    """
+
+    num_layers: int
+    accumulators: NDArray[np.int64]
+
+    def of(self, chunk: Chunk, input_ids: NDArray[np.int64], row_bytes: int) -> tuple[NDArray[np.uint64], bool]:
+        """The digests of a chunk's rows, and whether all their values are finite.
+
+        Args:
+            chunk: of the step.
+            input_ids: of the chunk's tokens.
+            row_bytes: of all layers.
+        """
+        first = chunk.cell // self.num_layers
+        found = self.accumulators[first : first + len(input_ids)]
+        return finish_digests(found.view(np.uint64), input_ids, row_bytes), not found[:, -1].any()
+
+
+def start_looks(rows: Tensor, token_ids: Tensor, side: Side) -> Tensor:
+    """Launch the look and its copy to the host, on the current stream.
+
+    Args:
+        rows: [n, layers, hidden] on the device.
+        token_ids: int64 [n] there.
+        side: of the current stream.
+
+    Returns:
+        int64 [n, 9] on the host, once that stream is so far.
+    """
+    found = start_digests(rows, token_ids)
+    host = side.pinned(tuple(found.shape), found.dtype)
+    host.copy_(found, non_blocking=True)
+    return host
+
+
+def tokens_of(chunks: Sequence[Chunk], num_layers: int, cell_bytes: int) -> slice | NDArray[np.int64] | None:
+    """The tokens of the batch that the rows of a step belong to, in the order of its cells.
+
+    None where rows are of another number of layers, and where they are too few for a look to be worth it.
+    """
+    if any(chunk.num_layers != num_layers for chunk in chunks):
+        return None
+    firsts, stops = np.array([(chunk.first, chunk.stop) for chunk in chunks]).T
+    if int((stops - firsts).sum()) * num_layers * cell_bytes < _LEAST_BYTES:
+        return None
+    if np.array_equal(firsts[1:], stops[:-1]):
+        return slice(int(firsts[0]), int(stops[-1]))
+    return numbers(firsts, stops - firsts)
+
+
+@lru_cache(maxsize=16)
+def works(device: torch.device, num_layers: int, hidden_size: int, dtype: torch.dtype) -> bool:
+    """Whether this device's digests of such rows are those of the host. It also compiles the kernel, before there are requests."""
+    generator = torch.Generator().manual_seed(0)
+    for num_rows in (32, 33):  # Triton compiles for numbers that 16 divides, and for others
+        rows = torch.randn(num_rows, num_layers, hidden_size, generator=generator).to(dtype)
+        ids = np.arange(num_rows) * 4_999
+        there = rows.to(device)
+        if not can_digest(there):
+            return False
+        found = start_digests(there, torch.from_numpy(ids).to(device)).cpu().numpy()
+        raw = rows.view(torch.uint8).reshape(num_rows, -1).numpy()
+        right = finish_digests(found.view(np.uint64), ids, raw.shape[1]) == row_digests(raw, ids)
+        if not right.all() or found[:, -1].any():
+            logger.error("layertap: the digests that %s computes are wrong; the writer computes them", device)
+            return False
+    return True

@@ -1,0 +1,302 @@
+"""The tap on a device that copies late: rows are right and buffers aren't reused too early; what the device says of the rows."""
+
+import queue
+import random
+import threading
+
+import late_side
+import numpy as np
+import pytest
+import torch
+from late_side import LateSide
+from torch import nn
+
+from layertap.capture.options import StoreOptions
+from layertap.capture.request import CaptureSpec, Window
+from layertap.engines.vllm import looks, worker
+from layertap.engines.vllm.collector import Collector
+from layertap.engines.vllm.compat import Layout
+from layertap.engines.vllm.messages import Finish, Order
+from layertap.engines.vllm.rowmap import Chunk
+from layertap.engines.vllm.tap import Tap
+from layertap.engines.vllm.unpack import GatherRoom, want_of
+from layertap.engines.vllm.writer import WriterSetup, make_recorder
+from layertap.engines.vllm.writers import start_writers
+from layertap.errors import CorruptError, HiddenStatesError
+from layertap.files.format import row_digests
+from layertap.files.read import load_hidden_states, read_file
+
+TAPS, HIDDEN, MAX_ROWS = (1, 2, 3), 64, 48
+ROW_BYTES = len(TAPS) * HIDDEN * 4
+PATIENCE_SECONDS = 60
+
+
+class Block(nn.Module):
+    def forward(self, hidden):
+        return hidden + 1
+
+
+@pytest.fixture
+def looking(monkeypatch):
+    """The device looks at every step, with the kernel's arithmetic on the CPU."""
+    monkeypatch.setattr(looks, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(looks, "can_digest", lambda _rows: True)
+    monkeypatch.setattr(looks, "start_digests", late_side.start_digests)
+    looks.works.cache_clear()
+    yield
+    looks.works.cache_clear()
+
+
+class Device:
+    """A tap on such a device, with blocks that add one."""
+
+    def __init__(self, num_steps=2):
+        self.tap = Tap(
+            TAPS,
+            hidden_size=HIDDEN,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            max_rows=MAX_ROWS,
+            max_plans=4,
+            host_bytes=num_steps * MAX_ROWS * ROW_BYTES,
+            side=LateSide(),
+        )
+        self.blocks = [Block() for _ in TAPS]
+        self.tap.install(dict(enumerate(self.blocks)), "output", {})
+        self.number = 0
+
+    def run(self, wants, names, lengths, ids, computed=0, spoil=()):
+        """One step; the stream that entered it. `spoil` are rows of it that become infinite."""
+        num_rows = sum(lengths)
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        positions = torch.cat([torch.arange(computed, computed + length) for length in lengths])
+        self.tap.begin(Layout(names, starts, np.full(len(lengths), computed), num_rows, ids, positions), wants)
+        stream = entering = torch.randn(num_rows, HIDDEN)
+        stream[list(spoil)] = torch.inf
+        for block in self.blocks:
+            stream = block(stream)
+        self.number += 1
+        return self.tap.end(self.number), entering
+
+
+def spec_of(layers=TAPS, prompt=8, dtype="float32"):
+    return CaptureSpec(layers=layers, dtype=dtype, hidden_size=HIDDEN, prompt_len=prompt, max_tokens=0, window=Window())
+
+
+def order(name, path="", spec=None):
+    spec = spec or spec_of()
+    return Order(request_id=name, spec=spec, path=str(path), overwrite=False, public_id=name, tag=None, prefill=True)
+
+
+def wants_of(names, spec=None):
+    return {name: want_of(order(name, spec=spec), TAPS) for name in names}
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 4])
+def test_rows_are_right_however_late_copies_come_and_room_is_given_back(num_steps):
+    device, steps, failures = Device(num_steps), queue.Queue(), []
+    draw = random.Random(num_steps)
+
+    def look(step, entering, ids):
+        step.wait()
+        found = step.cells.view(np.float32).reshape(-1, len(TAPS), HIDDEN)
+        assert not step.unwritten().any()
+        for slot, layer in enumerate(TAPS):
+            wanted = entering
+            for _ in range(layer):
+                wanted = wanted + 1
+            assert np.array_equal(found[:, slot], wanted.numpy())
+        assert np.array_equal(step.positions_and_ids()[1], ids.numpy())
+
+    def consume():
+        unread, held, more = [], [], True
+        while more or unread:
+            try:
+                item = steps.get(timeout=0.02)  # no more may come before those that came are given back
+                more = item is not None
+                unread += [item] if more else []
+            except queue.Empty:
+                item = None
+            if item is not None and draw.random() < 0.6:
+                continue
+            for step, *facts in unread:
+                try:
+                    look(step, *facts)
+                except BaseException as exc:  # noqa: BLE001 - raised by the test
+                    failures.append(exc)
+                held.append(step)
+            unread = []
+            draw.shuffle(held)
+            while held:
+                held.pop().release()
+
+    thread = threading.Thread(target=consume)
+    thread.start()
+    for _ in range(120):
+        lengths = [draw.randint(1, MAX_ROWS // 3) for _ in range(draw.randint(1, 3))]
+        names = [f"r{i}" for i in range(len(lengths))]
+        ids = torch.randint(0, 1000, (sum(lengths),))
+        spec = spec_of(prompt=MAX_ROWS)
+        steps.put((*device.run(wants_of(names, spec), names, lengths, ids), ids))
+    steps.put(None)
+    thread.join(PATIENCE_SECONDS)
+    assert not thread.is_alive()
+    assert not failures
+    assert device.tap.host_ring.used == 0
+    device.tap.close()
+
+
+@pytest.mark.parametrize("captured", [["a", "b", "c"], ["a", "c"], ["b"]])
+def test_the_digests_of_the_device_are_those_of_the_host(looking, captured):
+    device = Device()
+    ids = torch.randint(0, 150_000, (24,))
+    step, _ = device.run(wants_of(captured), ["a", "b", "c"], [8, 8, 8], ids, spoil=[17])
+    step.wait()
+    assert [chunk.request_id for chunk in step.chunks] == captured
+    for chunk in step.chunks:
+        tokens = ids[chunk.first : chunk.stop].numpy()
+        digests, all_finite = step.looks.of(chunk, tokens, ROW_BYTES)
+        first = chunk.cell
+        raw = np.ascontiguousarray(step.cells[first : first + len(tokens) * len(TAPS)]).reshape(len(tokens), -1)
+        assert digests.tolist() == row_digests(raw, tokens).tolist()
+        assert all_finite == (chunk.request_id != "c")
+    step.release()
+    device.tap.close()
+
+
+def test_the_device_looks_only_where_every_row_is_of_all_taps_and_there_are_many(looking, monkeypatch):
+    device = Device()
+    ids = torch.arange(16)
+    step, _ = device.run(wants_of(["a"]) | wants_of(["b"], spec_of((2, 3))), ["a", "b"], [8, 8], ids)
+    assert step.looks is None
+    step.release()
+    monkeypatch.setattr(looks, "_LEAST_BYTES", 16 * ROW_BYTES + 1)
+    step, _ = device.run(wants_of(["a", "b"]), ["a", "b"], [8, 8], ids)
+    assert step.looks is None
+    step.release()
+    device.tap.close()
+
+
+class Writing:
+    """Orders, steps and endings for a collector that writes files."""
+
+    def __init__(self, folder, device, way):
+        setup = WriterSetup(
+            options=StoreOptions(shared_storage_path=str(folder), min_free_bytes=0),
+            model="tiny",
+            num_layers=3,
+            facts={"engine": "vllm", "engine_version": "0", "compute_dtype": "float32"},
+            taps=TAPS,
+            dtype="float32",
+            num_cells=device.tap.host_ring.capacity,
+            cell_bytes=device.tap.cell_bytes,
+            gather=GatherRoom(num_requests=8, limit_bytes=1 << 20),
+        )
+        self.folder, self.device = folder, device
+        if way == "process":
+            self.collector = start_writers(setup, device.tap.cells, 1)
+        else:
+            self.collector = Collector(make_recorder(setup), TAPS, torch.float32, gather=setup.gather)
+
+    def file(self, name, spec=None, damage=None):
+        """Capture a prompt of 8 tokens; `damage` may change its step."""
+        path = self.folder / f"{name}.safetensors"
+        self.collector.order(order(name, path, spec))
+        self.collector.wait_for_admissions(PATIENCE_SECONDS)
+        ids = torch.arange(100, 108)
+        step, entering = self.device.run(wants_of([name], spec), [name], [8], ids)
+        assert step.looks is not None
+        if damage is not None:
+            step.wait()
+            damage(step)
+        self.collector.step(step)
+        self.collector.finish(Finish(request_id=name, token_ids=tuple(ids.tolist()), finish_reason="prefill"))
+        return path, entering
+
+
+@pytest.fixture
+def writing(looking, tmp_path, request):
+    device = Device()
+    made = Writing(tmp_path, device, getattr(request, "param", "threads"))
+    yield made
+    made.collector.close()
+    device.tap.close()
+
+
+@pytest.mark.parametrize("writing", ["threads", "process"], indirect=True)
+def test_a_file_carries_the_digests_of_the_device(writing):
+    path, entering = writing.file("good")
+    loaded = load_hidden_states(path, timeout=PATIENCE_SECONDS)
+    assert torch.equal(loaded["hidden_states"][:, 0], entering + 1)
+
+    def spoil(step):
+        step.looks.accumulators[3, 0] ^= 1
+
+    path, _ = writing.file("other", damage=spoil)
+    with pytest.raises(CorruptError, match="first row 3"):  # so nobody has computed them again
+        read_file(path, timeout=PATIENCE_SECONDS)
+
+
+def test_a_row_that_changed_on_its_way_to_the_host_is_found_by_the_reader_or_before(writing):
+    def spoil(row):
+        return lambda step: step.cells.__setitem__((row * len(TAPS), 5), step.cells[row * len(TAPS), 5] ^ 4)
+
+    path, _ = writing.file("middle", damage=spoil(3))
+    with pytest.raises(CorruptError, match="first row 3"):
+        read_file(path, timeout=PATIENCE_SECONDS)
+    path, _ = writing.file("last", damage=spoil(7))
+    with pytest.raises(HiddenStatesError, match="the copy from the device is damaged"):
+        load_hidden_states(path, timeout=PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize("spec", [spec_of((3, 1, 2)), spec_of(dtype="bfloat16")], ids=["order", "dtype"])
+def test_rows_that_a_file_has_otherwise_than_the_device_get_digests_of_their_own(writing, spec):
+    path, entering = writing.file("r", spec)
+    loaded = load_hidden_states(path, timeout=PATIENCE_SECONDS)["hidden_states"]
+    assert torch.equal(loaded[:, spec.layers.index(1)], (entering + 1).to(loaded.dtype))
+
+
+def test_values_that_are_not_finite_are_refused_as_ever(writing):
+    def spoil(step):
+        step.looks.accumulators[2, 8] = 1
+        step.cells.view(np.float32)[2 * len(TAPS), 9] = np.inf
+
+    path, _ = writing.file("r", damage=spoil)
+    with pytest.raises(HiddenStatesError, match="NaN|infinit|finite"):
+        load_hidden_states(path, timeout=PATIENCE_SECONDS)
+
+
+def test_a_device_whose_digests_are_wrong_is_not_asked(looking, monkeypatch, caplog):
+    def wrong(rows, token_ids):
+        found = late_side.start_digests(rows, token_ids)
+        found[5, 2] ^= 1
+        return found
+
+    monkeypatch.setattr(looks, "start_digests", wrong)
+    device = Device()
+    assert "wrong" in caplog.text
+    step, _ = device.run(wants_of(["a"]), ["a"], [8], torch.arange(8))
+    assert step.looks is None
+    step.release()
+    device.tap.close()
+
+
+def test_a_device_that_cannot_digest_is_not_asked():
+    assert not looks.works(torch.device("cpu"), 3, 64, torch.float32)
+
+
+def test_tokens_of_rows_are_in_the_order_of_cells(looking):
+    def chunk(first, stop, cell):
+        return Chunk("r", first, stop, cell, 2, 0)
+
+    assert looks.tokens_of([chunk(3, 5, 0), chunk(5, 9, 4)], 2, 8) == slice(3, 9)
+    assert looks.tokens_of([chunk(3, 5, 0), chunk(6, 8, 4)], 2, 8).tolist() == [3, 4, 6, 7]
+
+
+@pytest.mark.parametrize("num_steps", [2, 4])
+def test_a_ring_of_few_steps_is_warned_of_with_what_would_do(caplog, num_steps):
+    device = Device(num_steps)
+    worker._warn_of_small_ring(device.tap)
+    needed = f"max_bytes_in_flight={4 * MAX_ROWS * ROW_BYTES} would hold 4"
+    assert (needed in caplog.text) == (num_steps == 2)
+    device.tap.close()
