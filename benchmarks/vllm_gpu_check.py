@@ -3,8 +3,10 @@
 Run as: python benchmarks/vllm_gpu_check.py [--only v2-graphs,v1-eager,...] [--tokens 16]
 
 Each variant starts one vLLM engine on a random model (Qwen3 blocks, 8 of them, hidden 1024, bfloat16) with a KV cache too small for
-its load, and runs 64 requests of mixed lengths, layers and positions, with output rows. Each row is compared with transformers
-in float32 on the same GPU; transformers in bfloat16 gives the yardstick (the error that bfloat16 alone makes). One JSON line each.
+its load, and runs 64 requests of mixed lengths, layers and positions, with output rows. `v2-long` and `v1-long` take all layers of
+long prompts instead, in steps that are large enough for digests on the device; `v2-8b` does that with the Qwen3-8B shape and four
+layers. Each row is compared with transformers in float32 on the same GPU; transformers in bfloat16 gives the yardstick (the error
+that bfloat16 alone makes). One JSON line each.
 """
 
 import argparse
@@ -16,6 +18,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from workloads import QWEN3_8B, save_random_model
 
 VARIANTS: dict[str, dict] = {
     "v2-eager": {"v2": 1, "options": {"enforce_eager": True}},
@@ -47,41 +51,47 @@ VARIANTS: dict[str, dict] = {
             }
         },
     },
+    "v2-long": {"v2": 1, "options": {}, "long": True},
+    "v1-long": {"v2": 0, "options": {}, "long": True},
+    "v2-8b": {"v2": 1, "options": {}, "long": True, "model": "8b"},
     "tp2": {"v2": 1, "options": {"tensor_parallel_size": 2}, "gpus": 2},
     "pp2": {"v2": 1, "options": {"pipeline_parallel_size": 2}, "gpus": 2},
 }
-DEFAULT = [name for name, variant in VARIANTS.items() if variant.get("gpus", 1) == 1]
+DEFAULT = [name for name, variant in VARIANTS.items() if variant.get("gpus", 1) == 1 and variant.get("model") != "8b"]
 NUM_LAYERS, VOCAB = 8, 2048
 WORK = Path("/tmp/layertap-vllm-check")
+SMALL = {
+    **QWEN3_8B,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.04,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+# the 8B one may be there already, from extract_gpu.py
+MODELS = {"small": (SMALL, WORK / "model"), "8b": (QWEN3_8B, Path("/dev/shm/layertap-bench-model"))}
+LAYERS_8B = [2, 18, 33, 36]
 
 
-def make_model() -> Path:
-    """A random checkpoint, made once."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    target = WORK / "model"
+def model_of(name: str) -> Path:
+    """The variant's random checkpoint, made once."""
+    config, target = MODELS[VARIANTS[name].get("model", "small")]
     if not (target / "config.json").exists():
-        torch.manual_seed(0)
-        config = Qwen3Config(
-            hidden_size=1024,
-            intermediate_size=2048,
-            num_hidden_layers=NUM_LAYERS,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            head_dim=128,
-            vocab_size=VOCAB,
-            max_position_embeddings=4096,
-            tie_word_embeddings=False,
-            initializer_range=0.04,
-        )
-        Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(target)
+        save_random_model(config, target, "cuda" if config is QWEN3_8B else "cpu")
     return target
 
 
-def requests(max_tokens: int) -> list[tuple[list[int], dict]]:
-    """64 prompts and their capture options."""
+def requests(name: str, max_tokens: int) -> list[tuple[list[int], dict]]:
+    """64 prompts and their capture options; with a `long` variant 24 long prompts."""
     rng = random.Random(0)
+    if VARIANTS[name].get("long"):
+        lengths = [rng.randrange(300, 4096 - max_tokens) for _ in range(24)]
+        return [([rng.randrange(VOCAB) for _ in range(length)], {}) for length in lengths]
     kinds = [
         {"include_output_tokens": True},
         {"layers": [8, 3], "include_output_tokens": True},
@@ -111,28 +121,31 @@ def run_engine(name: str, max_tokens: int, plain: bool) -> None:
     store = WORK / f"states-{name}"
     shutil.rmtree(store, ignore_errors=True)
     options = dict(
-        model=str(WORK / "model"),
+        model=str(model_of(name)),
         skip_tokenizer_init=True,
         dtype="bfloat16",
         max_model_len=4096,
-        max_num_batched_tokens=2048,
         max_num_seqs=64,
-        gpu_memory_utilization=0.2,
         block_size=16,
-        num_gpu_blocks_override=700,
         seed=0,
+        **(
+            {"max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.5}
+            if variant.get("long")
+            else {"max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.2, "num_gpu_blocks_override": 700}
+        ),
         **variant["options"],
     )
+    layers = LAYERS_8B if variant.get("model") == "8b" else "all"
     if not plain:
         options["kv_transfer_config"] = KVTransferConfig(
             kv_connector="HiddenStatesConnector",
             kv_role="kv_producer",
-            kv_connector_extra_config={"layers": "all", "shared_storage_path": str(store)},
+            kv_connector_extra_config={"layers": layers, "shared_storage_path": str(store)},
         )
     began = time.perf_counter()
     llm = LLM(**options)
     up = time.perf_counter() - began
-    work = requests(max_tokens)
+    work = requests(name, max_tokens)
     prompts = [{"prompt_token_ids": prompt} for prompt, _ in work]
     if not plain:
         llm.generate(
@@ -176,11 +189,11 @@ def compare(name: str, max_tokens: int) -> dict:
     found = json.loads((WORK / f"{name}.json").read_text())
     worst, worst_ratio, rows, files, replayed = 0.0, 0.0, 0, 0, 0
     models = [
-        Qwen3ForCausalLM.from_pretrained(WORK / "model", dtype=dtype).cuda().eval()
+        Qwen3ForCausalLM.from_pretrained(model_of(name), dtype=dtype).cuda().eval()
         for dtype in (torch.float32, torch.bfloat16)
     ]
     problems = []
-    for index, ((prompt, kind), output) in enumerate(zip(requests(max_tokens), found["outputs"], strict=True)):
+    for index, ((prompt, kind), output) in enumerate(zip(requests(name, max_tokens), found["outputs"], strict=True)):
         if kind.get("capture") is False:
             if output["params"] is not None:
                 problems.append(f"request {index}: captured although it asked not to be")
@@ -192,7 +205,8 @@ def compare(name: str, max_tokens: int) -> dict:
         span = {"last": (end - 1, end), "output": (len(prompt), end), "None": (0, end)}.get(
             str(kind.get("positions")), (1, 3)
         )
-        layers = kind.get("layers", list(range(NUM_LAYERS + 1)))
+        every = LAYERS_8B if VARIANTS[name].get("model") == "8b" else list(range(NUM_LAYERS + 1))
+        layers = kind.get("layers", every)
         layers = [NUM_LAYERS] if layers == "last" else layers
         if list(info.layers) != layers or loaded["token_ids"].tolist() != tokens[span[0] : span[1]]:
             problems.append(f"request {index}: layers {info.layers} or tokens differ")
@@ -270,9 +284,9 @@ def main() -> None:
     if args.one:
         run_engine(args.one, args.tokens, args.plain)
         return
-    make_model()
     for name in args.only.split(","):
         try:
+            model_of(name)
             if VARIANTS[name].get("plain_first"):
                 start(name, args.tokens, plain=True)
             start(name, args.tokens)

@@ -29,6 +29,10 @@ from layertap.files.read import load_hidden_states, read_file
 TAPS, HIDDEN, MAX_ROWS = (1, 2, 3), 64, 48
 ROW_BYTES = len(TAPS) * HIDDEN * 4
 PATIENCE_SECONDS = 60
+KINDS = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")),
+]
 
 
 class Block(nn.Module):
@@ -37,9 +41,14 @@ class Block(nn.Module):
 
 
 @pytest.fixture
-def looking(monkeypatch):
-    """The device looks at every step, with the kernel's arithmetic on the CPU."""
+def every_step(monkeypatch):
+    """The device looks at small steps, too."""
     monkeypatch.setattr(looks, "_LEAST_BYTES", 1)
+
+
+@pytest.fixture
+def looking(monkeypatch, every_step):
+    """With the kernel's arithmetic on the CPU."""
     monkeypatch.setattr(looks, "can_digest", lambda _rows: True)
     monkeypatch.setattr(looks, "start_digests", late_side.start_digests)
     looks.works.cache_clear()
@@ -48,18 +57,19 @@ def looking(monkeypatch):
 
 
 class Device:
-    """A tap on such a device, with blocks that add one."""
+    """A tap on such a device (or on a real one), with blocks that add one."""
 
-    def __init__(self, num_steps=2):
+    def __init__(self, num_steps=2, kind="cpu"):
+        self.kind = kind
         self.tap = Tap(
             TAPS,
             hidden_size=HIDDEN,
             dtype=torch.float32,
-            device=torch.device("cpu"),
+            device=torch.device(kind),
             max_rows=MAX_ROWS,
             max_plans=4,
             host_bytes=num_steps * MAX_ROWS * ROW_BYTES,
-            side=LateSide(),
+            side=LateSide() if kind == "cpu" else None,
         )
         self.blocks = [Block() for _ in TAPS]
         self.tap.install(dict(enumerate(self.blocks)), "output", {})
@@ -70,9 +80,11 @@ class Device:
         num_rows = sum(lengths)
         starts = np.concatenate([[0], np.cumsum(lengths)])
         positions = torch.cat([torch.arange(computed, computed + length) for length in lengths])
+        ids, positions = ids.to(self.kind), positions.to(self.kind)
         self.tap.begin(Layout(names, starts, np.full(len(lengths), computed), num_rows, ids, positions), wants)
-        stream = entering = torch.randn(num_rows, HIDDEN)
-        stream[list(spoil)] = torch.inf
+        entering = torch.randn(num_rows, HIDDEN)
+        entering[list(spoil)] = torch.inf
+        stream = entering.to(self.kind)
         for block in self.blocks:
             stream = block(stream)
         self.number += 1
@@ -92,9 +104,10 @@ def wants_of(names, spec=None):
     return {name: want_of(order(name, spec=spec), TAPS) for name in names}
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_steps", [1, 2, 4])
-def test_rows_are_right_however_late_copies_come_and_room_is_given_back(num_steps):
-    device, steps, failures = Device(num_steps), queue.Queue(), []
+def test_rows_are_right_however_late_copies_come_and_room_is_given_back(num_steps, kind):
+    device, steps, failures = Device(num_steps, kind), queue.Queue(), []
     draw = random.Random(num_steps)
 
     def look(step, entering, ids):
@@ -146,9 +159,12 @@ def test_rows_are_right_however_late_copies_come_and_room_is_given_back(num_step
     device.tap.close()
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("captured", [["a", "b", "c"], ["a", "c"], ["b"]])
-def test_the_digests_of_the_device_are_those_of_the_host(looking, captured):
-    device = Device()
+def test_the_digests_of_the_device_are_those_of_the_host(every_step, request, captured, kind):
+    if kind == "cpu":
+        request.getfixturevalue("looking")
+    device = Device(kind=kind)
     ids = torch.randint(0, 150_000, (24,))
     step, _ = device.run(wants_of(captured), ["a", "b", "c"], [8, 8, 8], ids, spoil=[17])
     step.wait()
