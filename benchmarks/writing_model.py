@@ -73,7 +73,8 @@ class Writers:
 
 def packs_of(lengths: list[int], budget: int, longest_first: bool) -> list[list[tuple[int, int]]]:
     """The forwards of extraction: (prompt, tokens) each."""
-    packer: Packer[int] = Packer("packed", budget)
+    packer: Packer[int] = Packer("packed", STEP_TOKENS)
+    packer.budget = budget
     found = []
     for index, length in enumerate(lengths):
         packer.push(Item(index, length))

@@ -8,6 +8,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "layertap"
 # A module may import from its own room or one before it.
 RANKS = {
     "errors": 0,
+    "memory": 0,
     "capture": 1,
     "assembly": 2,
     "files": 2,

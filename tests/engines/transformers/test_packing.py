@@ -127,3 +127,15 @@ def test_shared_batches_keep_the_order_in_which_beginnings_are_common():
         packer.push(Item(i, length))
     packer.longest_first()
     assert [item.value for item in packer.pop().items] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("first", "later", "sequences"), [(400, 100, 80), (100, 400, 80), (400, 400, 80)])
+def test_a_budget_that_changes_leaves_enough_to_choose_from(first, later, sequences):
+    packer = Packer("packed", first)
+    packer.budget = later
+    count = 0
+    while not packer.full:
+        packer.push(Item(count, 20))
+        count += 1
+    assert count == sequences
+    assert packer.pop().tokens == later

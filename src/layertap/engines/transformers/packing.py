@@ -57,7 +57,8 @@ class Packer(Generic[T]):
 
     Args:
         way: how sequences may share a forward.
-        budget: most tokens of a shared forward, padding included. A longer sequence goes alone.
+        budget: most tokens of a shared forward, padding included. A longer sequence goes alone. It may be changed later; with a
+            smaller one the packer looks as far ahead as with the first.
         max_together: longest sequence that may share a forward, None for any.
         overlap: how many tokens of a sequence needn't be run behind another one; for shared batches.
     """
@@ -75,6 +76,7 @@ class Packer(Generic[T]):
         self._overlap = overlap
         self._waiting: list[Item[T]] = []
         self._tokens = 0
+        self._first_budget = budget
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -82,7 +84,8 @@ class Packer(Generic[T]):
     @property
     def full(self) -> bool:
         """Whether looking further ahead would buy little."""
-        return len(self._waiting) >= _LOOK_AHEAD_ITEMS or self._tokens >= _LOOK_AHEAD_BUDGETS * self.budget
+        tokens = _LOOK_AHEAD_BUDGETS * max(self.budget, self._first_budget)
+        return len(self._waiting) >= _LOOK_AHEAD_ITEMS or self._tokens >= tokens
 
     def push(self, item: Item[T]) -> None:
         """Add a sequence to the look-ahead."""
