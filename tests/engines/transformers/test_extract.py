@@ -15,6 +15,7 @@ from layertap.engines.fp8 import quantize
 from layertap.engines.transformers.engine import TransformersEngine
 from layertap.errors import HiddenStatesError, LayertapError, PromptError
 from layertap.testing import oracle, zoo
+from layertap.writing.recorder import Capture
 
 LENGTHS = (5, 40, 1, 17, 28)
 
@@ -163,6 +164,41 @@ def test_out_of_memory_halves_the_batches_and_goes_on(tmp_path):
     prompts = random_prompts([100] * 10)
     for prompt, rows in zip(prompts, extract(made, prompts, [2]), strict=True):
         close_to(rows, oracle.hidden_states(zoo.build("llama"), prompt, [2]))
+
+
+def test_out_of_memory_takes_buffers_before_it_halves_batches_or_fails_a_prompt(llama):
+    llama.routes()
+    arenas = llama._extractor._arenas
+    arenas._count = 6
+    failures = ["no room", "no room"]
+
+    def raise_if(ids):
+        if ids.numel() >= 64 and failures:
+            raise torch.OutOfMemoryError(failures.pop())
+
+    poison(llama, raise_if)
+    (prompt,) = random_prompts([100])  # it goes alone
+    (rows,) = extract(llama, [prompt], [2])
+    close_to(rows, oracle.hidden_states(zoo.build("llama"), prompt, [2]))
+    assert arenas._count == 2
+    assert llama._extractor.budget_tokens == 64
+    failures += ["no room"] * 2
+    (outcome,) = extract(llama, [prompt], [2])
+    assert "the memory is too small for 100 tokens" in str(outcome)
+
+
+def test_rows_of_an_extraction_do_not_wait_for_the_byte_budget(llama, monkeypatch):
+    """Their arenas are bounded; two waits for one memory would keep the device idle."""
+    added = []
+    real = Capture.add
+
+    def add(capture, rows):
+        added.append(rows.is_bounded)
+        real(capture, rows)
+
+    monkeypatch.setattr(Capture, "add", add)
+    extract(llama, random_prompts([5, 70]), [2])
+    assert added == [True, True]
 
 
 def test_a_consumer_that_stops_pulling_stops_the_engine(llama):

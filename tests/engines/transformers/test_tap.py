@@ -221,3 +221,73 @@ def test_a_slightly_larger_batch_takes_the_same_arena():
     first = arenas.acquire(1000, 1, 64, torch.float32)
     first.give_back()
     assert arenas.acquire(1008, 1, 64, torch.float32) is first
+
+
+def test_an_interrupt_while_an_arena_is_made_is_not_taken_for_a_lack_of_memory(monkeypatch):
+    arenas = Arenas(CPU, count=4)
+    with arenas.one_more_user():
+        kept = [arenas.acquire(1, 1, 4, torch.float32) for _ in range(2)]
+
+        def interrupted(*_args):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(tap, "Arena", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            arenas.acquire(1, 1, 4, torch.float32)
+        monkeypatch.undo()
+        assert arenas._made == len(kept) == 2
+        assert arenas.acquire(1, 1, 4, torch.float32) is not None
+
+
+def test_with_several_users_each_keeps_one_and_one_goes_round(monkeypatch):
+    arenas = Arenas(CPU, count=4)
+    with arenas.one_more_user(), arenas.one_more_user():
+        kept = [arenas.acquire(1, 1, 4, torch.float32) for _ in range(2)]
+        spare = arenas.acquire(1, 1, 4, torch.float32)
+
+        def too_many(*_args):
+            spare.give_back()  # just now
+            raise torch.OutOfMemoryError("no more")
+
+        monkeypatch.setattr(tap, "Arena", too_many)
+        assert arenas.acquire(1, 1, 4, torch.float32) is spare
+        assert arenas._made == arenas._allowed == len(kept) + 1
+
+
+def test_arenas_of_long_prompts_are_fewer():
+    """Their limit is that of all together, but each user gets what it can't do without."""
+    arenas = Arenas(CPU, count=6, limit_bytes=6 * 16 * 64)
+    with arenas.one_more_user():
+        long = [arenas.acquire(4 * 64, 1, 4, torch.float32) for _ in range(2)]  # 8 of 6
+        taken = []
+        thread = threading.Thread(target=lambda: taken.append(arenas.acquire(64, 1, 4, torch.float32)))
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+        long[0].give_back()
+        thread.join(30)
+        assert taken == [long[0]]
+        long[1].give_back()
+        taken[0].give_back()
+    short = [arenas.acquire(64, 1, 4, torch.float32) for _ in range(2)]
+    assert short[0] in long
+
+
+def test_memory_for_a_forward_comes_from_arenas_that_are_free_or_will_be():
+    arenas = Arenas(CPU, count=6)
+    with arenas.one_more_user():
+        mine, written, free = (arenas.acquire(1, 1, 4, torch.float32) for _ in range(3))
+        free.give_back()
+        shrunk = []
+        thread = threading.Thread(target=lambda: shrunk.append(arenas.shrink()))
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+        written.give_back()
+        thread.join(30)
+        assert shrunk == [True]
+        assert (arenas._made, arenas._free, arenas._count) == (1, [], 3)
+        assert arenas.shrink()
+        assert not arenas.shrink()  # two are needed
+        mine.give_back()
+    assert arenas._made_bytes == sum(arena.nbytes for arena in arenas._free)

@@ -40,8 +40,16 @@ class _Defer(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default:
             target, source = args[:2]
             self._side.launched.append(lambda: target.copy_(source))
+            self._side.read.add(_address(source))
             return target
-        return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor):
+            self._side.made.add(_address(found))
+        return found
+
+
+def _address(tensor):
+    return tensor.untyped_storage().data_ptr()
 
 
 class LateSide:
@@ -49,6 +57,8 @@ class LateSide:
 
     def __init__(self):
         self.launched = []
+        self.read, self.made, self.kept = set(), set(), set()
+        self.arena = set()
         self.is_current = False
         self.lock = threading.RLock()
 
@@ -64,12 +74,21 @@ class LateSide:
         finally:
             self.is_current = False
         assert not self.launched, "launched, and nobody can wait for it"
+        assert self.read <= self.made | self.kept | self.arena, (
+            "what the main stream made may be freed before it was read"
+        )
+        for addresses in (self.read, self.made, self.kept):
+            addresses.clear()
 
     def pinned(self, shape, dtype):
         return torch.zeros(shape, dtype=dtype)
 
     def keep(self, tensor):
-        pass
+        self.kept.add(_address(tensor))
+
+    def owns(self, *tensors):
+        """These live as long as the tap."""
+        self.arena.update(map(_address, tensors))
 
 
 def start_digests(rows, token_ids):

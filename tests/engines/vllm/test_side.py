@@ -8,9 +8,10 @@ import late_side
 import numpy as np
 import pytest
 import torch
-from late_side import LateSide
+from late_side import LateMark, LateSide
 from torch import nn
 
+from layertap.capture import options
 from layertap.capture.options import StoreOptions
 from layertap.capture.request import CaptureSpec, Window
 from layertap.engines.vllm import looks, worker
@@ -19,12 +20,13 @@ from layertap.engines.vllm.compat import Layout
 from layertap.engines.vllm.messages import Finish, Order
 from layertap.engines.vllm.rowmap import Chunk
 from layertap.engines.vllm.tap import Tap
-from layertap.engines.vllm.unpack import GatherRoom, want_of
+from layertap.engines.vllm.unpack import GatherRoom, Unpacker, want_of
 from layertap.engines.vllm.writer import WriterSetup, make_recorder
 from layertap.engines.vllm.writers import start_writers
 from layertap.errors import CorruptError, HiddenStatesError
 from layertap.files.format import row_digests
 from layertap.files.read import load_hidden_states, read_file
+from layertap.writing.sinks import FileSink
 
 TAPS, HIDDEN, MAX_ROWS = (1, 2, 3), 64, 48
 ROW_BYTES = len(TAPS) * HIDDEN * 4
@@ -73,6 +75,9 @@ class Device:
         )
         self.blocks = [Block() for _ in TAPS]
         self.tap.install(dict(enumerate(self.blocks)), "output", {})
+        self.tap.reserve_arena()
+        if kind == "cpu":
+            self.tap._device_side.side.owns(self.tap._device_side.arena, self.tap._device_side.stamps)
         self.number = 0
 
     def run(self, wants, names, lengths, ids, computed=0, spoil=()):
@@ -316,3 +321,133 @@ def test_a_ring_of_few_steps_is_warned_of_with_what_would_do(caplog, num_steps):
     needed = f"max_bytes_in_flight={4 * MAX_ROWS * ROW_BYTES} would hold 4"
     assert (needed in caplog.text) == (num_steps == 2)
     device.tap.close()
+
+
+def test_the_ring_holds_four_steps_at_most():
+    device = Device(100)
+    assert device.tap.host_ring.capacity == 4 * MAX_ROWS * len(TAPS)
+    device.tap.close()
+
+
+def use(device, count, **options):
+    """Some steps, each given back at once."""
+    for _ in range(count):
+        step, entering = device.run(wants_of(["a"]), ["a"], [8], torch.arange(8), **options)
+        step.wait()
+        assert np.array_equal(step.cells.view(np.float32)[:: len(TAPS)], (entering + 1).numpy())
+        yield step
+        step.release()
+
+
+def test_where_a_look_fails_the_writer_looks_and_nothing_is_lost(looking, monkeypatch, caplog):
+    device = Device(1)
+    assert all(step.looks is not None for step in use(device, 3))
+
+    def fail(_rows, _token_ids):
+        raise torch.OutOfMemoryError("for the digests")
+
+    monkeypatch.setattr(looks, "start_digests", fail)
+    assert all(step.looks is None for step in use(device, 3))
+    monkeypatch.setattr(looks, "start_digests", late_side.start_digests)
+    assert all(step.looks is None for step in use(device, 30))  # and not tried again
+    assert caplog.text.count("can't compute digests any more") == 1
+    device.tap.close()
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_a_step_whose_copy_fails_leaves_room_for_the_others(monkeypatch, num_steps):
+    device = Device(num_steps)
+    real = LateSide.pinned
+
+    def fail(*_args):
+        raise RuntimeError("no pinned memory")
+
+    for _ in range(12):  # more often than there is room for
+        monkeypatch.setattr(LateSide, "pinned", fail)
+        with pytest.raises(RuntimeError, match="no pinned memory"):
+            device.run(wants_of(["a"]), ["a"], [MAX_ROWS], torch.arange(MAX_ROWS))
+        monkeypatch.setattr(LateSide, "pinned", real)
+        assert len(list(use(device, 2))) == 2
+    assert device.tap.host_ring.used == 0
+    device.tap.close()
+
+
+def test_what_was_launched_of_a_step_that_failed_is_done_before_its_room_is_given_to_others(monkeypatch):
+    device = Device(1)
+    real = LateMark.record
+    failures = ["the last of the launches"]
+
+    def record(mark):
+        if mark._side.is_current and failures:
+            raise RuntimeError(failures.pop())
+        real(mark)
+
+    monkeypatch.setattr(LateMark, "record", record)
+    with pytest.raises(RuntimeError, match="the last"):
+        device.run(wants_of(["a"]), ["a"], [8], torch.arange(8))
+    assert not device.tap._device_side.side.launched
+    assert len(list(use(device, 10))) == 10
+    device.tap.close()
+
+
+def test_room_is_given_back_only_when_rows_are_written(writing, monkeypatch):
+    going_on = threading.Event()
+    real = FileSink.write
+
+    def write(*args):
+        assert going_on.wait(PATIENCE_SECONDS)
+        real(*args)
+
+    monkeypatch.setattr(FileSink, "write", write)
+    path, entering = writing.file("r")
+    handed_over = threading.Event()
+    writing.collector._queue(handed_over.set)
+    assert handed_over.wait(PATIENCE_SECONDS)
+    assert writing.device.tap.host_ring.used == 8 * len(TAPS)
+    going_on.set()
+    loaded = load_hidden_states(path, timeout=PATIENCE_SECONDS)
+    assert torch.equal(loaded["hidden_states"][:, 0], entering + 1)
+
+
+def test_a_stage_that_has_some_of_the_layers_hands_on_no_digests_of_them(looking):
+    emitted = []
+
+    class Stage(Unpacker):
+        def emit(self, running, rows):
+            emitted.append(rows)
+            rows.release()
+
+        def end(self, running, finish):
+            pass
+
+    device, stage = Device(), Stage(TAPS, torch.float32)
+    spec = spec_of((1, 2, 3, 7))
+    stage.order(order("r", spec=spec))
+    step, _ = device.run(wants_of(["r"], spec), ["r"], [8], torch.arange(8))
+    assert step.looks is not None
+    stage.step(step)
+    stage.order(order("whole"))
+    step, _ = device.run(wants_of(["whole"]), ["whole"], [8], torch.arange(8))
+    stage.step(step)
+    stage.finish(Finish(request_id="r", token_ids=(), finish_reason="prefill"))
+    stage.finish(Finish(request_id="whole", token_ids=(), finish_reason="prefill"))
+    stage.close()
+    assert [rows.digests is None for rows in emitted] == [True, False]
+    device.tap.close()
+
+
+def test_single_rows_are_no_reason_to_look(looking, monkeypatch):
+    monkeypatch.setattr(looks, "_LEAST_BYTES", 2 * ROW_BYTES)
+    device, names = Device(), ["a", "b", "c"]
+    for lengths, looked in (([1, 1, 1], False), ([1, 2, 1], True)):
+        step, _ = device.run(wants_of(names), names, lengths, torch.arange(sum(lengths)))
+        assert (step.looks is not None) == looked
+        step.release()
+    device.tap.close()
+
+
+@pytest.mark.parametrize(("given", "rings", "expected"), [(None, 1, 800), (None, 4, 200), (500, 4, 500)])
+def test_rings_on_one_machine_share_what_one_would_have(monkeypatch, given, rings, expected):
+    monkeypatch.setattr(options, "memory_bytes", lambda: 6400)
+    found = worker.share_of_memory(StoreOptions(shared_storage_path="/x", max_bytes_in_flight=given), rings)
+    assert found.byte_budget() == expected

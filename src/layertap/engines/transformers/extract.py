@@ -46,6 +46,7 @@ T = TypeVar("T")
 
 _CPU_BUDGET_TOKENS = 2048
 _CUDA_BUDGET_TOKENS = 16_384
+_CPU_ARENAS = 2
 _CPU_ARENA_BYTES = 512 * 2**20
 _LEAST_BUDGET_TOKENS = 256
 _COMPILE_AFTER_TOKENS = 150_000
@@ -83,7 +84,9 @@ class Extractor:
         self._fixed_budget = budget_tokens is not None
         self.budget_tokens = budget_tokens or (_CUDA_BUDGET_TOKENS if self._is_cuda else _CPU_BUDGET_TOKENS)
         self._arena_bytes = arena_bytes(weights.room) if self._is_cuda else _CPU_ARENA_BYTES
-        self._arenas = Arenas(device, count=ARENAS if self._is_cuda else 2)
+        self._arenas = (
+            Arenas(device, ARENAS, ARENAS * self._arena_bytes) if self._is_cuda else Arenas(device, _CPU_ARENAS)
+        )
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()
         self._passes: Passes | None = None
@@ -234,15 +237,20 @@ class Extractor:
         try:
             flight = self._launch(way, jobs)
         except torch.OutOfMemoryError as exc:
+            has_shrunk = self._arenas.shrink()
             torch.cuda.empty_cache()
-            if len(jobs) == 1:
-                jobs[0].capture.fail(f"the device's memory is too small for {len(jobs[0].token_ids)} tokens: {exc}")
+            if has_shrunk:
+                logger.warning("out of memory: rows of fewer batches are on their way to the host from now on")
+                parts: list[tuple[Way, list[ExtractJob]]] = [(way, jobs)]
+            elif len(jobs) == 1:
+                jobs[0].capture.fail(f"the memory is too small for {len(jobs[0].token_ids)} tokens: {exc}")
                 yield jobs[0]
                 return
-            self.budget_tokens = max(self.budget_tokens // 2, _LEAST_BUDGET_TOKENS)
-            logger.warning("out of device memory: %d tokens a batch from now on", self.budget_tokens)
-            half = len(jobs) // 2
-            parts: list[tuple[Way, list[ExtractJob]]] = [(way, jobs[:half]), (way, jobs[half:])]
+            else:
+                self.budget_tokens = max(self.budget_tokens // 2, _LEAST_BUDGET_TOKENS)
+                logger.warning("out of memory: %d tokens a batch from now on", self.budget_tokens)
+                half = len(jobs) // 2
+                parts = [(way, jobs[:half]), (way, jobs[half:])]
         except Exception as exc:
             if self._compiled and way in ("packed", "shared"):
                 logger.warning("compiled blocks failed (%s: %s); they run as they are", type(exc).__name__, exc)

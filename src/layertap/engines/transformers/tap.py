@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from layertap.capture.residual import Residual
 from layertap.engines.digests import can_digest, finish_digests, start_digests
 from layertap.engines.fp8 import put
+from layertap.engines.pinned import pinned_bytes
 from layertap.engines.ranges import numbers
 from layertap.engines.transformers.copies import to_device
 from layertap.errors import UnsupportedModelError
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 __all__ = ["Arena", "Arenas", "EarlyExit", "Piece", "Tap", "run_to_exit"]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_LEAST_ARENAS = 2
 _MOST_PIECES = 8
 """With more pieces (the last row of each of many prompts) one gather is cheaper than many copies."""
 
@@ -65,8 +67,9 @@ class Arena:
 
     def __init__(self, owner: Arenas, nbytes: int, device: torch.device) -> None:
         self._owner = owner
-        self._host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self._device = torch.empty(nbytes, dtype=torch.uint8, device=device) if device.type == "cuda" else self._host
+        # the device first: where its memory isn't enough, none of the host's has been pinned
+        self._device = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._host = torch.from_numpy(pinned_bytes(nbytes)) if device.type == "cuda" else self._device
         self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._shares = 0
         self._lock = threading.Lock()
@@ -165,12 +168,15 @@ class Arenas:
     Args:
         device: of the model.
         count: arenas for one user; fewer where the memory isn't enough.
+        limit_bytes: of all together; more only where each user would have but one. None is any number.
     """
 
-    def __init__(self, device: torch.device, count: int = 2) -> None:
+    def __init__(self, device: torch.device, count: int = 2, limit_bytes: int | None = None) -> None:
         self._device = device
+        self._limit_bytes = limit_bytes
         self._free: list[Arena] = []
         self._made = 0
+        self._made_bytes = 0
         self._count = count
         self._users = 0
         self._changed = threading.Condition()
@@ -187,25 +193,36 @@ class Arenas:
             with self._changed:
                 self._users -= 1
                 while self._free and self._made > self._allowed:
-                    self._free.pop()
-                    self._made -= 1
+                    self._drop(self._free[-1])
 
     @property
     def _allowed(self) -> int:
         return self._count + max(self._users - 1, 0)
 
+    @property
+    def _others_come_back(self) -> bool:
+        """Each user may keep one that nobody takes the results of; any more than those are being written."""
+        return self._made > self._users
+
+    def _may_make(self, nbytes: int) -> bool:
+        if self._made >= self._allowed:
+            return False
+        fits = self._limit_bytes is None or self._made_bytes + nbytes <= self._limit_bytes
+        return fits or not self._others_come_back
+
     def acquire(self, rows: int, layers: int, hidden: int, dtype: torch.dtype) -> Arena:
         """Take an arena with room for these rows; its user holds one share of it."""
         nbytes = rows * layers * hidden * dtype.itemsize
-        arena = None
+        size, arena = _rounded(nbytes), None
         while arena is None:
             with self._changed:
-                self._changed.wait_for(lambda: self._free or self._made < self._allowed)
-                arena = self._take_free(nbytes)
+                while (arena := self._take_free(nbytes)) is None and not self._may_make(size):
+                    if not self._free:
+                        self._changed.wait()
                 if arena is None:
-                    self._made += 1
+                    self._made, self._made_bytes = self._made + 1, self._made_bytes + size
             if arena is None:  # without the lock: pinning gigabytes takes a while, in which others give theirs back
-                arena = self._make(_rounded(nbytes))
+                arena = self._make(size)
         arena.shape(rows, layers, hidden, dtype)
         arena.hold()
         return arena
@@ -216,13 +233,12 @@ class Arenas:
             return Arena(self, nbytes, self._device)
         except BaseException as exc:
             with self._changed:
-                self._made -= 1
-                # each user may keep one that nobody takes the results of; any more than those are being written
-                others_come_back = self._made > self._users and isinstance(exc, RuntimeError)
-                if others_come_back:
+                self._made, self._made_bytes = self._made - 1, self._made_bytes - nbytes
+                do_without = self._others_come_back and isinstance(exc, RuntimeError)
+                if do_without:
                     self._count = max(1, self._made - max(self._users - 1, 0))
                 self._changed.notify_all()
-            if not others_come_back:
+            if not do_without:
                 raise
             logger.warning("no memory for one more arena of %d bytes: %d are used", nbytes, self._made)
             return None
@@ -232,20 +248,36 @@ class Arenas:
         if not self._free:
             return None
         arena = max(self._free, key=lambda a: a.nbytes)
-        self._free.remove(arena)
         if arena.nbytes >= nbytes:
+            self._free.remove(arena)
             return arena
-        self._made -= 1  # if there is no memory for a larger one, the next call may still make one
+        self._drop(arena)
         return None
+
+    def _drop(self, arena: Arena) -> None:
+        self._free.remove(arena)
+        self._made, self._made_bytes = self._made - 1, self._made_bytes - arena.nbytes
+
+    def shrink(self) -> bool:
+        """Give up all arenas that no user holds, when they are written, and have fewer from now on; False if two are left."""
+        with self._changed:
+            if self._count <= _LEAST_ARENAS:
+                return False
+            self._count = max(_LEAST_ARENAS, self._count // 2)
+            while self._free or self._others_come_back:
+                while self._free:
+                    self._drop(self._free[-1])
+                if self._others_come_back:
+                    self._changed.wait()
+            return True
 
     def take_back(self, arena: Arena) -> None:
         """Called by the arena when its last share is back."""
         with self._changed:
+            self._free.append(arena)
             if self._made > self._allowed:
-                self._made -= 1
-            else:
-                self._free.append(arena)
-            self._changed.notify()
+                self._drop(arena)
+            self._changed.notify_all()
 
 
 def _rounded(nbytes: int) -> int:

@@ -97,6 +97,13 @@ def replica(config: Any) -> int:
     return int(config.parallel_config.data_parallel_index)
 
 
+def rings_on_host(config: Any) -> int:
+    """How many replicas and pipeline stages of this engine have rows on the way on this machine, as far as vLLM knows."""
+    parallel = config.parallel_config
+    nodes = getattr(parallel, "nnodes", 1)
+    return max(1, int(parallel.data_parallel_size_local)) * max(1, -(-int(parallel.pipeline_parallel_size) // nodes))
+
+
 def check_shared_prefix_cache(config: Any) -> None:
     """Refuse what would leave every prefix hit without rows: vLLM 0.26's lookup for state-space models, inside MultiConnector.
 

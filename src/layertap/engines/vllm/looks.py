@@ -5,6 +5,8 @@ written (some 1.3 TB/s on an H200), beside vLLM's own work, and it covers the co
 worth a launch.
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,16 +23,17 @@ from layertap.engines.vllm.rowmap import Chunk
 from layertap.engines.vllm.side import Side
 from layertap.files.format import row_digests
 
-__all__ = ["Looks", "start_looks", "tokens_of", "works"]
+__all__ = ["FinishedLooks", "Looks", "start_looks", "tokens_of", "works"]
 
 logger = logging.getLogger(__name__)
 
+Look = tuple[NDArray[np.uint64], bool]
 _LEAST_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Looks:
-    """See the module; of a step in which every request takes the same number of layers.
+    """What the device has found out about a step in which every request takes the same number of layers.
 
     Attributes:
         num_layers: of each row.
@@ -40,17 +43,42 @@ class Looks:
     num_layers: int
     accumulators: NDArray[np.int64]
 
-    def of(self, chunk: Chunk, input_ids: NDArray[np.int64], row_bytes: int) -> tuple[NDArray[np.uint64], bool]:
-        """The digests of a chunk's rows, and whether all their values are finite.
+    def of(self, chunk: Chunk, input_ids: NDArray[np.int64], row_bytes: int) -> Look | None:
+        """The digests of a chunk's rows, and whether all their values are finite; None for a single row.
 
         Args:
             chunk: of the step.
             input_ids: of the chunk's tokens.
             row_bytes: of all layers.
         """
+        if chunk.stop - chunk.first == 1:
+            return None
         first = chunk.cell // self.num_layers
         found = self.accumulators[first : first + len(input_ids)]
         return finish_digests(found.view(np.uint64), input_ids, row_bytes), not found[:, -1].any()
+
+    def finished(self, chunks: Sequence[Chunk], input_ids: NDArray[np.int64], cell_bytes: int) -> FinishedLooks:
+        """Of these chunks only, for another process: a ninth of the bytes.
+
+        Args:
+            chunks: of the step.
+            input_ids: of all tokens of the batch.
+            cell_bytes: of a row of one layer.
+        """
+        row_bytes = self.num_layers * cell_bytes
+        found = {chunk.cell: self.of(chunk, input_ids[chunk.first : chunk.stop], row_bytes) for chunk in chunks}
+        return FinishedLooks({cell: look for cell, look in found.items() if look is not None})
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedLooks:
+    """As `Looks`, by the first cell of each chunk."""
+
+    by_cell: dict[int, Look]
+
+    def of(self, chunk: Chunk, input_ids: NDArray[np.int64], row_bytes: int) -> Look | None:
+        """As that of `Looks`."""
+        return self.by_cell.get(chunk.cell)
 
 
 def start_looks(rows: Tensor, token_ids: Tensor, side: Side) -> Tensor:
@@ -78,16 +106,25 @@ def tokens_of(chunks: Sequence[Chunk], num_layers: int, cell_bytes: int) -> slic
     if any(chunk.num_layers != num_layers for chunk in chunks):
         return None
     firsts, stops = np.array([(chunk.first, chunk.stop) for chunk in chunks]).T
-    if int((stops - firsts).sum()) * num_layers * cell_bytes < _LEAST_BYTES:
+    counts = stops - firsts
+    if int(counts[counts > 1].sum()) * num_layers * cell_bytes < _LEAST_BYTES:  # single rows are gathered
         return None
     if np.array_equal(firsts[1:], stops[:-1]):
         return slice(int(firsts[0]), int(stops[-1]))
-    return numbers(firsts, stops - firsts)
+    return numbers(firsts, counts)
 
 
 @lru_cache(maxsize=16)
 def works(device: torch.device, num_layers: int, hidden_size: int, dtype: torch.dtype) -> bool:
     """Whether this device's digests of such rows are those of the host. It also compiles the kernel, before there are requests."""
+    try:
+        return _try(device, num_layers, hidden_size, dtype)
+    except Exception:
+        logger.exception("layertap: %s can't compute digests; the writer computes them", device)
+        return False
+
+
+def _try(device: torch.device, num_layers: int, hidden_size: int, dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
     for num_rows in (32, 33):  # Triton compiles for numbers that 16 divides, and for others
         rows = torch.randn(num_rows, num_layers, hidden_size, generator=generator).to(dtype)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from layertap.engines.vllm.collector import FAILURES
+from layertap.engines.vllm.looks import Looks
 from layertap.engines.vllm.messages import Finish, Order, PrefixNews
 from layertap.engines.vllm.shared import SharedCells
 from layertap.engines.vllm.tap import Step
@@ -232,6 +233,9 @@ class RemoteCollector:
             step.wait()
             chunks = [(c.request_id, c.first, c.stop, c.cell, c.num_layers, c.plan) for c in step.chunks]
             facts = np.ascontiguousarray(step.positions_and_ids())
+            looks = None
+            if isinstance(step.looks, Looks):
+                looks = step.looks.finished(step.chunks, facts[1], step.cells.shape[1])
         except Exception as exc:
             step.release()
             if not self._dead:
@@ -245,7 +249,7 @@ class RemoteCollector:
             key, self._next_key = self._next_key, self._next_key + 1
             self._held[key] = step
         cells = step.first_cell, step.first_cell + len(step.cells)
-        self._send(("step", (key, step.number, step.generation, chunks, *cells, facts, step.looks)))
+        self._send(("step", (key, step.number, step.generation, chunks, *cells, facts, looks)))
 
     def _send(self, message: Any) -> None:
         with self._sending:

@@ -6,11 +6,12 @@ Behind the cells stands a stamp for each: the step in which the tap wrote it.
 import logging
 import mmap
 import os
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from layertap.engines.pinned import pin, unpin
 
 logger = logging.getLogger(__name__)
 
@@ -46,17 +47,17 @@ class SharedCells:
 
     def pin(self) -> None:
         """Let the GPU copy into it without a bounce buffer."""
-        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        error = cudart.cudaHostRegister(self._bytes.ctypes.data, self._bytes.nbytes, 0)
-        self._pinned = int(error) == 0
-        if not self._pinned:
+        reason = pin(self._bytes)
+        self._pinned = reason is None
+        if reason is not None:
             logger.warning(
-                "layertap: %d bytes can't be pinned (%s); copies from the GPU will be slower", self._bytes.nbytes, error
+                "layertap: %d bytes can't be pinned (%s); copies from the GPU will be slower",
+                self._bytes.nbytes,
+                reason,
             )
 
     def unpin(self) -> None:
         """Undo `pin`."""
         if self._pinned:
-            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            cudart.cudaHostUnregister(self._bytes.ctypes.data)
+            unpin(self._bytes.ctypes.data)
             self._pinned = False

@@ -6,6 +6,8 @@ maps say "skip" and nothing is copied. The op stamps each cell that it writes wi
 cells to the host: a cell with another stamp is left over from an earlier step, whatever the reason, and is never taken for a row.
 """
 
+import contextlib
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,11 +21,13 @@ from torch import nn
 from layertap.engines.vllm import ops
 from layertap.engines.vllm.arena import Ring, Span
 from layertap.engines.vllm.compat import Layout
-from layertap.engines.vllm.looks import Looks, start_looks, tokens_of, works
+from layertap.engines.vllm.looks import FinishedLooks, Looks, start_looks, tokens_of, works
 from layertap.engines.vllm.residual import Rule
 from layertap.engines.vllm.rowmap import SKIP, Chunk, PlanTable, Want, fill, lay_out
 from layertap.engines.vllm.shared import SharedCells
 from layertap.engines.vllm.side import CudaSide, Mark, Side
+
+logger = logging.getLogger(__name__)
 
 Entries = tuple[int | str, int | str | None]
 _STAGING_BUFFERS = 4
@@ -56,7 +60,7 @@ class Step:
     stamps: NDArray[np.int32]
     generation: int
     _copied: Mark | None = None
-    looks: Looks | None = None
+    looks: Looks | FinishedLooks | None = None
 
     def wait(self) -> None:
         """Wait for the copy from the device."""
@@ -297,27 +301,50 @@ class Tap:
             self._arena_ring.give_back(current.span)
             raise RuntimeError("the tap is closed")
         way = side.side
-        computed, copied = way.mark(), way.mark(blocking=True)
+        computed = way.mark()
         computed.record()
+        try:
+            return self._launch_copy(number, current, span, side.arena, side.stamps, computed, side)
+        except BaseException:
+            with contextlib.suppress(Exception):  # what was launched of it may still read and write there
+                last = way.mark()
+                with way.behind(computed):
+                    last.record()
+                last.synchronize()
+            self.host_ring.give_back(span)
+            self._arena_ring.give_back(current.span)
+            raise
+
+    def _launch_copy(
+        self,
+        number: int,
+        current: _Current,
+        span: Span,
+        arena: torch.Tensor,
+        stamps: torch.Tensor,
+        computed: Mark,
+        side: _DeviceSide,
+    ) -> Step:
+        way = side.side
+        copied = way.mark(blocking=True)
         facts = way.pinned(tuple(current.positions_and_ids.shape), torch.int64)
-        cells = side.arena[current.span.start : current.span.stop]
+        way.keep(current.positions_and_ids)
+        cells = arena[current.span.start : current.span.stop]
         with way.behind(computed):
             looks = self._look(current, cells, way)
             self._host[span.start : span.stop].copy_(cells, non_blocking=True)
             # behind the cells: stamps that are there say that the cells are
             self._host_stamps[span.start : span.stop].copy_(
-                side.stamps[current.span.start : current.span.stop], non_blocking=True
+                stamps[current.span.start : current.span.stop], non_blocking=True
             )
             facts.copy_(current.positions_and_ids, non_blocking=True)
             copied.record()
-        way.keep(current.positions_and_ids)
         side.pending.append((current.span, copied))
-        host_span = span
         return Step(
             number,
             current.chunks,
             self._host_bytes[span.start : span.stop],
-            lambda: self.host_ring.give_back(host_span),
+            lambda: self.host_ring.give_back(span),
             facts,
             span.start,
             self.cells.stamps[span.start : span.stop],
@@ -328,6 +355,16 @@ class Tap:
 
     def _look(self, current: _Current, cells: torch.Tensor, way: Side) -> Looks | None:
         """Have the device look at the rows, where that is worth it."""
+        try:
+            return self._start_looks(current, cells, way)
+        except Exception:  # the writer can do it as well
+            logger.exception(
+                "layertap: the device can't compute digests any more; the writer computes them from now on"
+            )
+            self._looked_layers = 0
+            return None
+
+    def _start_looks(self, current: _Current, cells: torch.Tensor, way: Side) -> Looks | None:
         num_layers = self._looked_layers
         tokens = tokens_of(current.chunks, num_layers, self.cell_bytes) if num_layers else None
         if tokens is None:

@@ -8,10 +8,12 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from layertap.capture.options import StoreOptions
 from layertap.engines.vllm import compat, prefix_cache
 from layertap.engines.vllm.collector import Collector
 from layertap.engines.vllm.configured import Configured, configured, num_writers
@@ -107,6 +109,7 @@ def install(worker: Any, found: Configured) -> None:
     compat.check_version()
     compat.check_config(config)
     prefix_cache.check(config, found)
+    found = replace(found, options=share_of_memory(found.options, compat.rings_on_host(config)))
     model = runner.get_model()
     name = f"{config.model_config.model} ({type(model).__name__})"
     blocks = find_blocks(model, found.num_layers, config.compilation_config.static_forward_context)
@@ -171,6 +174,13 @@ def _decide(
             raise UnsupportedModelError(f"{name}: layer 0: the first block gets no tensor of the stream's width")
         entries[0] = (seen.hidden_argument, None)
     return rule, entries
+
+
+def share_of_memory(options: StoreOptions, rings: int) -> StoreOptions:
+    """Bound the bytes in flight, so that several engines or stages on one machine take no more of it together than one would."""
+    if options.max_bytes_in_flight is not None:
+        return options
+    return replace(options, max_bytes_in_flight=max(1, options.byte_budget() // rings))
 
 
 def _warn_of_small_ring(tap: Tap) -> None:

@@ -23,7 +23,7 @@ import torch
 from layertap.capture.options import StoreOptions
 from layertap.engines.vllm.collector import Collector
 from layertap.engines.vllm.lifeline import Lifeline
-from layertap.engines.vllm.looks import Looks
+from layertap.engines.vllm.looks import FinishedLooks
 from layertap.engines.vllm.messages import Finish, Order
 from layertap.engines.vllm.rowmap import Chunk
 from layertap.engines.vllm.shared import SharedCells
@@ -159,7 +159,7 @@ class Writer:
         first: int,
         stop: int,
         facts: Any,
-        looks: Looks | None,
+        looks: FinishedLooks | None,
     ) -> None:
         self._collector.step(
             Step(
