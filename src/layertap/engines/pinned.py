@@ -21,7 +21,7 @@ def pin(memory: NDArray[np.uint8]) -> str | None:
     error = cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
     if int(error) == 0:
         return None
-    with contextlib.suppress(RuntimeError):  # CUDA tells the next one who asks of this failure, too: that is here
+    with contextlib.suppress(Exception):  # CUDA tells the next one who asks of this failure, too: that is here
         torch.zeros(1, device="cuda")
     return str(error)
 
