@@ -11,7 +11,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,10 +25,10 @@ from layertap.engines.vllm.residual import Rule
 from layertap.engines.vllm.rowmap import SKIP, Chunk, PlanTable, Want, fill, lay_out
 from layertap.engines.vllm.shared import SharedCells
 from layertap.engines.vllm.side import CudaSide, Mark, Side
+from layertap.engines.vllm.tapping import Entries, tap_input, tap_output
 
 logger = logging.getLogger(__name__)
 
-Entries = tuple[int | str, int | str | None]
 _STAGING_BUFFERS = 4
 MOST_STEPS = 4
 """In the host ring: one that is copied, and as many as are written until the longest of their prompts is."""
@@ -192,9 +191,9 @@ class Tap:
                 if name not in block._buffers:
                     block.register_buffer(name, value, persistent=False)
             if layer in entries:
-                _tap_input(block, column, *entries[layer])
+                tap_input(block, column, *entries[layer])
             else:
-                _tap_output(block, column, rule)
+                tap_output(block, column, rule)
         if self._device_side is not None and works(self._device, len(self.taps), self._hidden_size, self.dtype):
             self._looked_layers = len(self.taps)
 
@@ -420,45 +419,3 @@ class Tap:
         snapshot[0].copy_(layout.positions[: layout.num_rows])
         snapshot[1].copy_(layout.input_ids[: layout.num_rows])
         return snapshot
-
-
-def _tap_output(block: Any, column: int, rule: Rule) -> None:
-    original = block.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        output = original(*args, **kwargs)
-        hidden, residual = output, None
-        if isinstance(output, tuple):
-            hidden = output[0]
-            if rule == "sum":
-                residual = output[1]
-        torch.ops.layertap.tap(
-            hidden,
-            residual,
-            block.layertap_destinations,
-            block.layertap_plans,
-            block.layertap_table,
-            block.layertap_control,
-            column,
-        )
-        return output
-
-    block.forward = forward
-
-
-def _tap_input(block: Any, column: int, hidden: int | str, residual: int | str | None) -> None:
-    original = block.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        torch.ops.layertap.tap(
-            args[hidden] if isinstance(hidden, int) else kwargs[hidden],
-            None if residual is None else args[residual] if isinstance(residual, int) else kwargs[residual],
-            block.layertap_destinations,
-            block.layertap_plans,
-            block.layertap_table,
-            block.layertap_control,
-            column,
-        )
-        return original(*args, **kwargs)
-
-    block.forward = forward

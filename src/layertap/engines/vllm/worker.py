@@ -23,7 +23,8 @@ from layertap.engines.vllm.remote import RemoteCollector
 from layertap.engines.vllm.residual import Rule, check_forms, decide, input_tap, probe
 from layertap.engines.vllm.rowmap import Want
 from layertap.engines.vllm.stages import Address, StageReceiver, StageSender, connect_stages
-from layertap.engines.vllm.tap import MOST_STEPS, Entries, Tap
+from layertap.engines.vllm.tap import MOST_STEPS, Tap
+from layertap.engines.vllm.tapping import Entries
 from layertap.engines.vllm.unpack import GatherRoom, Unpacker, want_of
 from layertap.engines.vllm.writer import WriterSetup, make_recorder
 from layertap.engines.vllm.writers import Writers, start_writers
