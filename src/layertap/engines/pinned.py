@@ -39,11 +39,15 @@ def pinned_bytes(num_bytes: int) -> NDArray[np.uint8]:
         torch.OutOfMemoryError: it can't be had.
     """
     try:
-        memory = np.frombuffer(mmap.mmap(-1, max(1, num_bytes)), np.uint8)
+        pages = mmap.mmap(-1, max(1, num_bytes))
     except OSError as exc:
         raise torch.OutOfMemoryError(f"{num_bytes} bytes of host memory can't be had: {exc}") from exc
+    with contextlib.suppress(AttributeError, OSError):  # large pages are for speed only
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = np.frombuffer(pages, np.uint8)
+    torch.from_numpy(memory).zero_()  # several threads touch the pages, where the driver would alone
     reason = pin(memory)
     if reason is not None:
         raise torch.OutOfMemoryError(f"{num_bytes} bytes of host memory can't be pinned: {reason}")
-    weakref.finalize(memory, unpin, memory.ctypes.data)
+    weakref.finalize(memory, unpin, memory.ctypes.data).atexit = False
     return memory

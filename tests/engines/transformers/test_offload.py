@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from layertap.engines.transformers import offload
 from layertap.engines.transformers.load import open_model
 from layertap.engines.transformers.offload import SLOTS, Streamer, flat_bytes, spread
 from layertap.engines.transformers.passes import Passes
@@ -181,3 +182,21 @@ def test_flat_bytes_counts_floating_point_in_the_dtype_that_it_will_have():
     block.register_parameter("ids", nn.Parameter(torch.ones(7, dtype=torch.int64), requires_grad=False))
     assert flat_bytes(block.parameters(), torch.bfloat16) == 3 * 256
     assert flat_bytes(nn.Linear(64, 64, bias=False).parameters(), torch.bfloat16) == 64 * 64 * 2
+
+
+def test_host_memory_that_cannot_be_pinned_is_asked_of_torch_and_then_refused(monkeypatch):
+    def none(num_bytes):
+        raise torch.OutOfMemoryError(f"{num_bytes} bytes can't be pinned")
+
+    asked = []
+
+    def empty(*size, **options):
+        asked.append((size, options.get("pin_memory")))
+        raise RuntimeError("nor by torch")
+
+    monkeypatch.setattr(offload, "pinned_bytes", none)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", empty)
+        with pytest.raises(ModelError, match="12345 bytes of host memory can't be had for weights .*nor by torch"):
+            offload._host_buffer(12_345, pinned=True)
+    assert asked == [((12_345,), True)]

@@ -11,17 +11,15 @@ import threading
 import numpy as np
 import pytest
 from file_cases import make_data
+from writer_cases import writer_setup
 
 from layertap import load_hidden_states
-from layertap.capture.options import StoreOptions
 from layertap.capture.request import CaptureSpec, Window
 from layertap.engines.vllm.lifeline import Lifeline
 from layertap.engines.vllm.messages import Finish, Order
 from layertap.engines.vllm.rowmap import Chunk
 from layertap.engines.vllm.shared import SharedCells
 from layertap.engines.vllm.tap import Step
-from layertap.engines.vllm.unpack import GatherRoom
-from layertap.engines.vllm.writer import WriterSetup
 from layertap.engines.vllm.writers import start_writers
 from layertap.errors import HiddenStatesError
 from layertap.files.read import read_file
@@ -38,17 +36,7 @@ class Handing:
         self.folder = folder
         self.ring = SharedCells(256, HIDDEN * 4)
         self.collector = start_writers(
-            WriterSetup(
-                options=StoreOptions(shared_storage_path=str(folder), min_free_bytes=0, **options),
-                model="tiny",
-                num_layers=4,
-                facts={"engine": "vllm", "engine_version": "0", "compute_dtype": "float32"},
-                taps=(1, 3),
-                dtype="float32",
-                num_cells=256,
-                cell_bytes=HIDDEN * 4,
-                gather=GatherRoom(num_requests=4, limit_bytes=1 << 20),
-            ),
+            writer_setup(folder, (1, 3), 256, HIDDEN * 4, num_layers=4, num_gathered=4, **options),
             self.ring,
             num_processes,
         )

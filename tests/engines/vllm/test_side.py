@@ -10,6 +10,7 @@ import pytest
 import torch
 from late_side import LateMark, LateSide
 from torch import nn
+from writer_cases import writer_setup
 
 from layertap.capture import options
 from layertap.capture.options import StoreOptions
@@ -20,8 +21,8 @@ from layertap.engines.vllm.compat import Layout
 from layertap.engines.vllm.messages import Finish, Order
 from layertap.engines.vllm.rowmap import Chunk
 from layertap.engines.vllm.tap import Tap
-from layertap.engines.vllm.unpack import GatherRoom, Unpacker, want_of
-from layertap.engines.vllm.writer import WriterSetup, make_recorder
+from layertap.engines.vllm.unpack import Unpacker, want_of
+from layertap.engines.vllm.writer import make_recorder
 from layertap.engines.vllm.writers import start_writers
 from layertap.errors import CorruptError, HiddenStatesError
 from layertap.files.format import row_digests
@@ -53,9 +54,6 @@ def looking(monkeypatch, every_step):
     """With the kernel's arithmetic on the CPU."""
     monkeypatch.setattr(looks, "can_digest", lambda _rows: True)
     monkeypatch.setattr(looks, "start_digests", late_side.start_digests)
-    looks.works.cache_clear()
-    yield
-    looks.works.cache_clear()
 
 
 class Device:
@@ -77,7 +75,7 @@ class Device:
         self.tap.install(dict(enumerate(self.blocks)), "output", {})
         self.tap.reserve_arena()
         if kind == "cpu":
-            self.tap._device_side.side.owns(self.tap._device_side.arena, self.tap._device_side.stamps)
+            self.tap._device_side.way.owns(self.tap._device_side.arena, self.tap._device_side.stamps)
         self.number = 0
 
     def run(self, wants, names, lengths, ids, computed=0, spoil=()):
@@ -202,20 +200,11 @@ class Writing:
     """Orders, steps and endings for a collector that writes files."""
 
     def __init__(self, folder, device, way):
-        setup = WriterSetup(
-            options=StoreOptions(shared_storage_path=str(folder), min_free_bytes=0),
-            model="tiny",
-            num_layers=3,
-            facts={"engine": "vllm", "engine_version": "0", "compute_dtype": "float32"},
-            taps=TAPS,
-            dtype="float32",
-            num_cells=device.tap.host_ring.capacity,
-            cell_bytes=device.tap.cell_bytes,
-            gather=GatherRoom(num_requests=8, limit_bytes=1 << 20),
-        )
+        tap = device.tap
+        setup = writer_setup(folder, TAPS, tap.host_ring.capacity, tap.cell_bytes, num_layers=3, num_gathered=8)
         self.folder, self.device = folder, device
         if way == "process":
-            self.collector = start_writers(setup, device.tap.cells, 1)
+            self.collector = start_writers(setup, tap.cells, 1)
         else:
             self.collector = Collector(make_recorder(setup), TAPS, torch.float32, gather=setup.gather)
 
@@ -385,7 +374,7 @@ def test_what_was_launched_of_a_step_that_failed_is_done_before_its_room_is_give
     monkeypatch.setattr(LateMark, "record", record)
     with pytest.raises(RuntimeError, match="the last"):
         device.run(wants_of(["a"]), ["a"], [8], torch.arange(8))
-    assert not device.tap._device_side.side.launched
+    assert not device.tap._device_side.way.launched
     assert len(list(use(device, 10))) == 10
     device.tap.close()
 

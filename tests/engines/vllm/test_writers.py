@@ -12,6 +12,7 @@ import pytest
 import torch
 from file_cases import make_data
 from test_remote import PATIENCE_SECONDS, SPEC, Handing, ended
+from writer_cases import writer_setup
 
 from layertap import load_hidden_states
 from layertap.capture.options import StoreOptions
@@ -20,9 +21,7 @@ from layertap.engines.vllm.compat import Layout
 from layertap.engines.vllm.configured import num_writers
 from layertap.engines.vllm.messages import Finish, Order
 from layertap.engines.vllm.tap import Step, Tap
-from layertap.engines.vllm.unpack import GatherRoom
 from layertap.engines.vllm.worker import WorkerTap
-from layertap.engines.vllm.writer import WriterSetup
 from layertap.engines.vllm.writers import start_writers
 from layertap.errors import HiddenStatesError, OptionError
 from layertap.files.read import read_file
@@ -233,17 +232,7 @@ def test_rows_of_a_tap_come_through_two_writers_while_its_ring_goes_round_and_al
     )
     blocks = [Block() for _ in taps]
     tap.install(dict(enumerate(blocks)), "output", {})
-    setup = WriterSetup(
-        options=StoreOptions(shared_storage_path=str(tmp_path), min_free_bytes=0),
-        model="tiny",
-        num_layers=3,
-        facts={"engine": "vllm", "engine_version": "0", "compute_dtype": "float32"},
-        taps=taps,
-        dtype="float32",
-        num_cells=tap.host_ring.capacity,
-        cell_bytes=tap.cell_bytes,
-        gather=GatherRoom(num_requests=8, limit_bytes=1 << 20),
-    )
+    setup = writer_setup(tmp_path, taps, tap.host_ring.capacity, tap.cell_bytes, num_layers=3, num_gathered=8)
     worker = WorkerTap(tap, start_writers(setup, tap.cells, 2), taps, 0, is_alone=True)
     names = ["a", "b", "c", "d"]
     spec = CaptureSpec(

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import time
-import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layertap.engines.pinned import pinned_bytes
 from layertap.engines.transformers.streaming import Lanes, Schedule
 from layertap.errors import ModelError
 
@@ -249,7 +248,7 @@ def _view(buffer: Tensor, place: _Place) -> Tensor:
 
 
 def _host_buffer(nbytes: int, pinned: bool) -> Tensor:
-    """Host memory for a block, pinned by ourselves: torch's own allocator takes the next power of two and keeps it.
+    """Host memory for a block.
 
     Raises:
         ModelError: there is none.
@@ -257,20 +256,12 @@ def _host_buffer(nbytes: int, pinned: bool) -> Tensor:
     if not pinned or not nbytes:
         return torch.empty(nbytes, dtype=torch.uint8)
     try:
-        memory = mmap.mmap(-1, nbytes)
-        with contextlib.suppress(AttributeError, OSError):  # large pages are for speed only
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        buffer = torch.frombuffer(memory, dtype=torch.uint8)
-        buffer.zero_()  # several threads touch the pages, where the driver would alone
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        failed = int(runtime.cudaHostRegister(buffer.data_ptr(), nbytes, 0))
-        if failed:
-            logger.info("host memory can't be registered (CUDA error %d): torch allocates it", failed)
-            del buffer
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
-    except (OSError, RuntimeError) as exc:
+        return torch.from_numpy(pinned_bytes(nbytes))
+    except torch.OutOfMemoryError as exc:
+        logger.info("%s: torch allocates it", exc)
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as exc:
         raise ModelError(
             f"{nbytes} bytes of host memory can't be had for weights that don't fit the device: {exc}"
         ) from exc
-    return buffer

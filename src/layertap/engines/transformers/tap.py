@@ -282,7 +282,7 @@ class Arenas:
 
 def _rounded(nbytes: int) -> int:
     """A little more, so that a batch that is a little larger than those before needn't have arenas of its own."""
-    step = max(1, 1 << max(0, nbytes.bit_length() - 4))
+    step = 1 << max(0, nbytes.bit_length() - 4)
     return -(-nbytes // step) * step
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -66,8 +65,8 @@ class Looks:
             cell_bytes: of a row of one layer.
         """
         row_bytes = self.num_layers * cell_bytes
-        found = {chunk.cell: self.of(chunk, input_ids[chunk.first : chunk.stop], row_bytes) for chunk in chunks}
-        return FinishedLooks({cell: look for cell, look in found.items() if look is not None})
+        found = ((chunk.cell, self.of(chunk, input_ids[chunk.first : chunk.stop], row_bytes)) for chunk in chunks)
+        return FinishedLooks({cell: look for cell, look in found if look is not None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +80,29 @@ class FinishedLooks:
         return self.by_cell.get(chunk.cell)
 
 
-def start_looks(rows: Tensor, token_ids: Tensor, side: Side) -> Tensor:
-    """Launch the look and its copy to the host, on the current stream.
+def start_looks(cells: Tensor, chunks: Sequence[Chunk], num_layers: int, input_ids: Tensor, side: Side) -> Looks | None:
+    """Launch the look at a step and its copy to the host, on the current stream; None where it isn't worth it.
 
     Args:
-        rows: [n, layers, hidden] on the device.
-        token_ids: int64 [n] there.
+        cells: [cells, hidden] of the step, on the device.
+        chunks: of the step.
+        num_layers: of the rows that are looked at.
+        input_ids: int64 [tokens of the batch], on the device.
         side: of the current stream.
-
-    Returns:
-        int64 [n, 9] on the host, once that stream is so far.
     """
-    found = start_digests(rows, token_ids)
+    tokens = tokens_of(chunks, num_layers, cells.shape[1] * cells.element_size())
+    if tokens is None:
+        return None
+    if isinstance(tokens, slice):
+        seeds = input_ids[tokens].clone()  # aligned, whatever the first token: Triton compiles for what isn't, too
+    else:
+        index = side.pinned(tokens.shape, torch.int64)
+        index.numpy()[:] = tokens
+        seeds = input_ids[index.to(cells.device, non_blocking=True)]
+    found = start_digests(cells.view(len(seeds), num_layers, -1), seeds)
     host = side.pinned(tuple(found.shape), found.dtype)
     host.copy_(found, non_blocking=True)
-    return host
+    return Looks(num_layers, host.numpy())
 
 
 def tokens_of(chunks: Sequence[Chunk], num_layers: int, cell_bytes: int) -> slice | NDArray[np.int64] | None:
@@ -114,7 +121,6 @@ def tokens_of(chunks: Sequence[Chunk], num_layers: int, cell_bytes: int) -> slic
     return numbers(firsts, counts)
 
 
-@lru_cache(maxsize=16)
 def works(device: torch.device, num_layers: int, hidden_size: int, dtype: torch.dtype) -> bool:
     """Whether this device's digests of such rows are those of the host. It also compiles the kernel, before there are requests."""
     try:

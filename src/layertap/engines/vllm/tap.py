@@ -20,7 +20,7 @@ from torch import nn
 from layertap.engines.vllm import ops
 from layertap.engines.vllm.arena import Ring, Span
 from layertap.engines.vllm.compat import Layout
-from layertap.engines.vllm.looks import FinishedLooks, Looks, start_looks, tokens_of, works
+from layertap.engines.vllm.looks import FinishedLooks, Looks, start_looks, works
 from layertap.engines.vllm.residual import Rule
 from layertap.engines.vllm.rowmap import SKIP, Chunk, PlanTable, Want, fill, lay_out
 from layertap.engines.vllm.shared import SharedCells
@@ -102,7 +102,7 @@ class TapCounts:
 class _DeviceSide:
     """What only exists on an accelerator."""
 
-    side: Side
+    way: Side
     arena: torch.Tensor | None = None
     stamps: torch.Tensor | None = None
     pending: deque[tuple[Span, Mark]] = field(default_factory=deque)
@@ -293,48 +293,38 @@ class Tap:
         self.cells.unpin()
 
     def _copy_to_host(self, number: int, current: _Current, side: _DeviceSide) -> Step:
-        assert side.arena is not None
-        assert side.stamps is not None
         span = self.host_ring.take(current.num_cells)
         if span is None:
             self._arena_ring.give_back(current.span)
             raise RuntimeError("the tap is closed")
-        way = side.side
-        computed = way.mark()
+        computed = side.way.mark()
         computed.record()
         try:
-            return self._launch_copy(number, current, span, side.arena, side.stamps, computed, side)
+            return self._launch_copy(number, current, span, computed, side)
         except BaseException:
             with contextlib.suppress(Exception):  # what was launched of it may still read and write there
-                last = way.mark()
-                with way.behind(computed):
+                last = side.way.mark()
+                with side.way.behind(computed):
                     last.record()
                 last.synchronize()
             self.host_ring.give_back(span)
             self._arena_ring.give_back(current.span)
             raise
 
-    def _launch_copy(
-        self,
-        number: int,
-        current: _Current,
-        span: Span,
-        arena: torch.Tensor,
-        stamps: torch.Tensor,
-        computed: Mark,
-        side: _DeviceSide,
-    ) -> Step:
-        way = side.side
+    def _launch_copy(self, number: int, current: _Current, span: Span, computed: Mark, side: _DeviceSide) -> Step:
+        assert side.arena is not None
+        assert side.stamps is not None
+        way = side.way
         copied = way.mark(blocking=True)
         facts = way.pinned(tuple(current.positions_and_ids.shape), torch.int64)
         way.keep(current.positions_and_ids)
-        cells = arena[current.span.start : current.span.stop]
+        cells = side.arena[current.span.start : current.span.stop]
         with way.behind(computed):
             looks = self._look(current, cells, way)
             self._host[span.start : span.stop].copy_(cells, non_blocking=True)
             # behind the cells: stamps that are there say that the cells are
             self._host_stamps[span.start : span.stop].copy_(
-                stamps[current.span.start : current.span.stop], non_blocking=True
+                side.stamps[current.span.start : current.span.stop], non_blocking=True
             )
             facts.copy_(current.positions_and_ids, non_blocking=True)
             copied.record()
@@ -354,29 +344,16 @@ class Tap:
 
     def _look(self, current: _Current, cells: torch.Tensor, way: Side) -> Looks | None:
         """Have the device look at the rows, where that is worth it."""
+        if not self._looked_layers:
+            return None
         try:
-            return self._start_looks(current, cells, way)
+            return start_looks(cells, current.chunks, self._looked_layers, current.positions_and_ids[1], way)
         except Exception:  # the writer can do it as well
             logger.exception(
                 "layertap: the device can't compute digests any more; the writer computes them from now on"
             )
             self._looked_layers = 0
             return None
-
-    def _start_looks(self, current: _Current, cells: torch.Tensor, way: Side) -> Looks | None:
-        num_layers = self._looked_layers
-        tokens = tokens_of(current.chunks, num_layers, self.cell_bytes) if num_layers else None
-        if tokens is None:
-            return None
-        ids = current.positions_and_ids[1]
-        if isinstance(tokens, slice):
-            ids = ids[tokens].clone()  # aligned, whatever the first token: Triton compiles for what isn't, too
-        else:
-            index = way.pinned(tokens.shape, torch.int64)
-            index.numpy()[:] = tokens
-            ids = ids[index.to(self._device, non_blocking=True)]
-        rows = cells.view(len(ids), num_layers, self._hidden_size)
-        return Looks(num_layers, start_looks(rows, ids, way).numpy())
 
     def _take_arena(self, num_cells: int) -> Span | None:
         side = self._device_side
@@ -410,7 +387,7 @@ class Tap:
             self._table.copy_(torch.from_numpy(self._plans.table))
             self._plans.changed = False
         if self._device_side is not None:
-            self._staging_events[slot] = mark = self._device_side.side.mark()
+            self._staging_events[slot] = mark = self._device_side.way.mark()
             mark.record()
 
     def _snapshot(self, layout: Layout) -> torch.Tensor:

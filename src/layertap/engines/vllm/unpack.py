@@ -300,14 +300,11 @@ class Unpacker:
             self._prefix.put(chunk.request_id, start, input_ids[tokens], data)
         converted = convert(data, self._dtype, running.order.spec.dtype)
         digests, all_finite = None, False
-        row_bytes = data.shape[1] * data.shape[2]
-        look = None
         if step.looks is not None and converted is data and running.is_whole:
-            look = step.looks.of(chunk, input_ids[tokens], row_bytes)
-        if look is not None:
-            digests, all_finite = look
+            row_bytes = data.shape[1] * data.shape[2]
+            digests, all_finite = step.looks.of(chunk, input_ids[tokens], row_bytes) or (None, False)
             # one of them for all: the writer would spend as much time on every row as it spends on writing it
-            if digests[-1] != row_digests(data[-1:].reshape(1, row_bytes), input_ids[tokens][-1:])[0]:
+            if digests is not None and digests[-1] != row_digests(data[-1:].reshape(1, -1), input_ids[tokens][-1:])[0]:
                 self._lose(
                     chunk.request_id,
                     "the device's digest of a row isn't the host's: the copy from the device is damaged",
