@@ -23,7 +23,7 @@ GROUPS: dict[str, list[tuple[str, str, int]]] = {
     # name, what Python is to run, and the seconds that it takes on an H200 (as far as it was run there)
     "right": [
         ("kernels", f"{TESTS} tests/engines/test_digests.py tests/engines/test_fp8.py tests/engines/test_pinned.py "
-         "tests/engines/vllm/test_side.py", 60),
+         "tests/engines/vllm/test_side.py tests/engines/vllm/test_kernels.py", 60),
         ("embedded", f"{TESTS} tests/engines/transformers/test_trees.py tests/engines/transformers/test_paged.py "
          "tests/engines/transformers/test_trial.py", 90),
         ("vllm-long", "benchmarks/vllm_gpu_check.py --only v2-long,v1-long", 150),
