@@ -1,5 +1,6 @@
 """Starting vLLM inside the test's process, and comparing what it saved with the oracle."""
 
+import json
 import os
 import random
 import sys
@@ -44,12 +45,18 @@ def running(model: Path, storage: Path, extra: dict[str, Any] | None = None, **o
         kv_connector_extra_config={"layers": "all", "shared_storage_path": str(storage), **(extra or {})},
     )
     with _closed_modules_hidden():
-        llm = LLM(**{**settings, **options}, kv_transfer_config=connector)
+        llm = LLM(**{**settings, **_attention_of_float32(model), **options}, kv_transfer_config=connector)
     try:
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()
+
+
+def _attention_of_float32(model: Path) -> dict[str, Any]:
+    """On CPUs with AMX vLLM takes a kernel for latent attention that knows bfloat16 only, unless it is told another."""
+    is_latent = "kv_lora_rank" in json.loads((model / "config.json").read_text())
+    return {"attention_backend": "CPU_MLA"} if is_latent and torch.cpu._is_amx_tile_supported() else {}
 
 
 @contextmanager
