@@ -29,6 +29,7 @@ ADJUSTED: dict[str, dict[str, Any]] = {
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "deepseek_v2": {**_LATENT, "scoring_func": "softmax", "moe_layer_freq": 1, "rope_parameters": _YARN},
     "deepseek_v3": {**_LATENT, **_SIGMOID, "rope_parameters": _YARN},
+    "doge": {"keep_window_size": 256},  # vLLM's backend attends to all tokens
     "falcon": {"ffn_hidden_size": 256},
     "falcon-alibi": {"ffn_hidden_size": 256},
     "falcon-new-decoder": {"ffn_hidden_size": 256},
@@ -48,6 +49,7 @@ ADJUSTED: dict[str, dict[str, Any]] = {
     "minicpm3": {"qk_nope_head_dim": 24, "qk_head_dim": 32},
     "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True},
     "ministral3": {"llama_4_scaling": {"original_max_position_embeddings": 16, "beta": 0.1}},
+    "moshi": {"sliding_window": 256},  # vLLM's backend has windows only where `layer_types` says so
     "phi3-longrope": {
         "rope_parameters": {
             "rope_type": "longrope",
@@ -63,7 +65,7 @@ ADJUSTED: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"use_sliding_window": False, "layer_types": ["full_attention"] * 4},  # vLLM's class has no windows
 }
 """Fields that checkpoints on the hub have and transformers' own configuration leaves out, and sizes that vLLM computes with."""
-ONLY_VLLM: dict[str, dict[str, Any]] = {"cohere2": {"sliding_window": 7}}
+ONLY_VLLM: dict[str, dict[str, Any]] = {"cohere2": {"sliding_window": 7}, "cohere2_moe": {"sliding_window": 7}}
 """What vLLM has to be told so that it computes what transformers does: of a window of n tokens it makes one of n + 1."""
 
 

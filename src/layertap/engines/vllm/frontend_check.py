@@ -65,10 +65,11 @@ def _check(processor: Any, request: Any) -> None:
 
 def _is_step_of_beam_search(request_id: str, params: Any) -> bool:
     """vLLM's beam search leaves no other mark than the parameters that it makes, which no client can send."""
-    plain = params.max_tokens == 1 and params.logprobs and not params.detokenize and not params.extra_args
-    if not plain:
+    if params.max_tokens != 1 or not params.logprobs or params.extra_args:
         return False
-    return _ONLINE.search(request_id) is not None or (params.skip_clone and request_id.isdigit())
+    if _ONLINE.search(request_id) is not None:
+        return not params.detokenize
+    return params.skip_clone and request_id.isdigit()  # offline, vLLM 0.26 leaves `detokenize` on
 
 
 def _as_vllm_says_it(exc: LayertapError) -> BaseException:
