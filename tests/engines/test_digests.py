@@ -3,17 +3,10 @@
 Without a GPU the kernel runs in Triton's interpreter.
 """
 
-import os
-import subprocess
-import sys
-
 import numpy as np
-import pytest
 
 from layertap.engines.digests import finish_digests
 from layertap.files.format import row_digests
-
-pytest.importorskip("triton", reason="the kernel is Triton's")
 
 SCRIPT = """
 import sys
@@ -48,15 +41,8 @@ print("equal")
 """
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_kernels_digests_are_those_of_the_library_and_rows_that_are_not_finite_are_found(device):
-    import torch
-
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    environment = {**os.environ, **({"TRITON_INTERPRET": "1"} if device == "cpu" else {})}
-    done = subprocess.run([sys.executable, "-c", SCRIPT, device], capture_output=True, text=True, env=environment)
-    assert done.stdout.strip() == "equal", done.stderr
+def test_the_kernels_digests_are_those_of_the_library_and_rows_that_are_not_finite_are_found(assert_equal):
+    assert_equal(SCRIPT)
 
 
 def test_no_rows_no_digests():

@@ -1,9 +1,5 @@
 """fp8 rows against an oracle that knows only the format's definition, and the kernel against torch's operators, bit for bit."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -172,13 +168,5 @@ print("equal")
 """
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_kernel_gives_the_same_bytes_as_torch(device):
-    pytest.importorskip("triton", reason="the kernel is Triton's")
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    environment = {**os.environ, **({"TRITON_INTERPRET": "1"} if device == "cpu" else {})}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT, device], capture_output=True, text=True, env=environment
-    )
-    assert done.stdout.strip() == "equal", done.stderr
+def test_the_kernel_gives_the_same_bytes_as_torch(assert_equal):
+    assert_equal(SCRIPT)
